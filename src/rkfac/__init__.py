@@ -1,0 +1,1 @@
+"""Randomized K-FAC optimizers for PyTorch."""

@@ -1,0 +1,1 @@
+"""The laboratory: data, models, experiments, command line and reports around rkfac."""
