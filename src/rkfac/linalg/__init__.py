@@ -1,0 +1,32 @@
+"""Low-rank linear algebra of symmetric positive semi-definite matrices: pure functions and frozen values over tensors."""
+
+from rkfac.linalg.checks import DecompositionError
+from rkfac.linalg.exact import eigh
+from rkfac.linalg.kronecker import Direction, Spectrum, factored_spectrum, precondition, product_spectrum
+from rkfac.linalg.lowrank import LowRank
+from rkfac.linalg.online import correct, online_update
+from rkfac.linalg.orthonormal import orthonormal
+from rkfac.linalg.rank import adaptive, inverse_error, probe_error, sufficient_rank, trace_error
+from rkfac.linalg.sketch import nystrom, rsvd, srevd
+
+__all__ = [
+    "DecompositionError",
+    "Direction",
+    "LowRank",
+    "Spectrum",
+    "adaptive",
+    "correct",
+    "eigh",
+    "factored_spectrum",
+    "inverse_error",
+    "nystrom",
+    "online_update",
+    "orthonormal",
+    "precondition",
+    "probe_error",
+    "product_spectrum",
+    "rsvd",
+    "srevd",
+    "sufficient_rank",
+    "trace_error",
+]

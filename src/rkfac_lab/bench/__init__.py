@@ -1,0 +1,1 @@
+"""Benchmarks: contestants interleaved in one run, reported as ratios."""

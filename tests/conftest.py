@@ -1,0 +1,30 @@
+"""Shapes in the signatures of the mathematical rooms are checked while the tests run."""
+
+from __future__ import annotations
+
+import os
+
+from jaxtyping import install_import_hook
+
+# Before anything imports rkfac: every annotated shape below becomes a run-time check.
+install_import_hook(["rkfac.linalg", "rkfac.layers"], "beartype.beartype")
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "rkfac", deadline=None, max_examples=25, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("rkfac")
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(1)
