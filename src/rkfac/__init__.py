@@ -1,1 +1,47 @@
 """Randomized K-FAC optimizers for PyTorch."""
+
+from rkfac import linalg, schedules, theory
+from rkfac.curvature import (
+    RSVD,
+    SREVD,
+    Auto,
+    Bernoulli,
+    Categorical,
+    Exact,
+    Gaussian,
+    Nystrom,
+)
+from rkfac.optim import (
+    KFAC,
+    RSKFAC,
+    SREKFAC,
+    LayerReport,
+    LevenbergMarquardt,
+    Spectra,
+    paper_defaults,
+    paper_schedules,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "KFAC",
+    "RSKFAC",
+    "RSVD",
+    "SREKFAC",
+    "SREVD",
+    "Auto",
+    "Bernoulli",
+    "Categorical",
+    "Exact",
+    "Gaussian",
+    "LayerReport",
+    "LevenbergMarquardt",
+    "Nystrom",
+    "Spectra",
+    "linalg",
+    "paper_defaults",
+    "paper_schedules",
+    "schedules",
+    "theory",
+]

@@ -2,7 +2,15 @@
 
 from rkfac.linalg.checks import DecompositionError
 from rkfac.linalg.exact import eigh
-from rkfac.linalg.kronecker import Direction, Spectrum, factored_spectrum, precondition, product_spectrum
+from rkfac.linalg.kronecker import (
+    Diagonal,
+    Direction,
+    Spectrum,
+    factored_spectrum,
+    precondition,
+    precondition_diagonal,
+    product_spectrum,
+)
 from rkfac.linalg.lowrank import LowRank
 from rkfac.linalg.online import correct, online_update
 from rkfac.linalg.orthonormal import orthonormal
@@ -11,6 +19,7 @@ from rkfac.linalg.sketch import nystrom, rsvd, srevd
 
 __all__ = [
     "DecompositionError",
+    "Diagonal",
     "Direction",
     "LowRank",
     "Spectrum",
@@ -23,6 +32,7 @@ __all__ = [
     "online_update",
     "orthonormal",
     "precondition",
+    "precondition_diagonal",
     "probe_error",
     "product_spectrum",
     "rsvd",

@@ -27,7 +27,21 @@ class Spectrum:
     rest: Float[Tensor, "*batch"]
 
 
-def factored_spectrum(G: LowRank, A: LowRank, damping_G: float | Tensor, damping_A: float | Tensor) -> Spectrum:
+@dataclass(frozen=True, eq=False)
+class Diagonal:
+    """A diagonal factor (one-hot inputs): its own eigenvalues, nothing discarded."""
+
+    s: Float[Tensor, "d"]
+
+    @property
+    def fill(self) -> Float[Tensor, ""]:
+        """Nothing is discarded."""
+        return self.s.new_zeros(())
+
+
+def factored_spectrum(
+    G: LowRank, A: LowRank | Diagonal, damping_G: float | Tensor, damping_A: float | Tensor
+) -> Spectrum:
     """(G + l_G I)^-1 J (A + l_A I)^-1: the paper's rule (Algorithms 1 and 4)."""
     g, g_rest = _inverse(G, damping_G)
     a, a_rest = _inverse(A, damping_A)
@@ -39,7 +53,7 @@ def factored_spectrum(G: LowRank, A: LowRank, damping_G: float | Tensor, damping
     )
 
 
-def product_spectrum(G: LowRank, A: LowRank, damping: float | Tensor) -> Spectrum:
+def product_spectrum(G: LowRank, A: LowRank | Diagonal, damping: float | Tensor) -> Spectrum:
     """(A (x) G + l I)^-1 vec J: damping on the product spectrum, all four blocks."""
     l = torch.as_tensor(damping, dtype=G.s.dtype, device=G.s.device)
     g, a, g_rest, a_rest = G.s, A.s, G.fill, A.fill
@@ -51,7 +65,7 @@ def product_spectrum(G: LowRank, A: LowRank, damping: float | Tensor) -> Spectru
     )
 
 
-def _inverse(low: LowRank, damping: float | Tensor) -> tuple[Tensor, Tensor]:
+def _inverse(low: LowRank | Diagonal, damping: float | Tensor) -> tuple[Tensor, Tensor]:
     """Reciprocals of the damped kept eigenvalues and of the damped rest."""
     l = torch.as_tensor(damping, dtype=low.s.dtype, device=low.s.device)
     return 1 / (low.s + l[..., None]), 1 / (low.fill + l)
@@ -70,32 +84,36 @@ class Direction:
     squared_norm: Float[Tensor, ""]
     inner: Float[Tensor, ""]
 
-    def add_to(
+    def add_weight(
         self,
         weight: Float[Tensor, "*batch dg dw"],
-        bias: Float[Tensor, "*batch dg"] | None,
         J: Float[Tensor, "*batch dg dw"],
-        j: Float[Tensor, "*batch dg"] | None,
         factor: Float[Tensor, ""] | None = None,
         alpha: float = 1.0,
     ) -> None:
-        """weight, bias += alpha * factor * S, in place and without a temporary of the weight's size.
+        """weight += alpha * factor * (S without its bias column), in place, no temporary of the weight's size.
 
         `factor` stays a tensor so that a clip decided on the device costs no synchronisation.
         """
-        width = weight.shape[-1]
-        left = self.left if factor is None else self.left * factor
         if self.scale is not None:
-            scale = self.scale if factor is None else self.scale * factor
-            weight.addcmul_(J, scale[..., None, None], value=alpha)
-            if bias is not None and j is not None:
-                bias.addcmul_(j, scale[..., None], value=alpha)
+            weight.addcmul_(J, _times(self.scale, factor)[..., None, None], value=alpha)
+        right = self.right[..., : weight.shape[-1]]
         if weight.ndim == 2:
-            weight.addmm_(left, self.right[:, :width], alpha=alpha)
+            weight.addmm_(_times(self.left, factor), right, alpha=alpha)
         else:
-            weight.baddbmm_(left, self.right[..., :width], alpha=alpha)
-        if bias is not None:
-            bias.add_((left @ self.right[..., width:]).squeeze(-1), alpha=alpha)
+            weight.baddbmm_(_times(self.left, factor), right, alpha=alpha)
+
+    def add_bias(
+        self,
+        bias: Float[Tensor, "*batch dg"],
+        j: Float[Tensor, "*batch dg"],
+        factor: Float[Tensor, ""] | None = None,
+        alpha: float = 1.0,
+    ) -> None:
+        """bias += alpha * factor * (last column of S), in place."""
+        if self.scale is not None:
+            bias.addcmul_(j, _times(self.scale, factor)[..., None], value=alpha)
+        bias.add_((_times(self.left, factor) @ self.right[..., -1:]).squeeze(-1), alpha=alpha)
 
     def dense(self, J: Float[Tensor, "*batch dg da"]) -> Float[Tensor, "*batch dg da"]:
         """S itself, bias column included in J (inspection and tests)."""
@@ -141,6 +159,18 @@ def precondition(
     left = torch.cat([G.U, R * (s.input - s.rest[..., None])[..., None, :]], dim=-1)
     moments = _moments(squares, s.both, (rows, s.output), (columns, s.input), (rest, s.rest))
     return Direction(s.rest, left, torch.cat([top, A.U.mT], dim=-2), *moments)
+
+
+def precondition_diagonal(J: Float[Tensor, "dg da"], G: LowRank, spectrum: Spectrum) -> Float[Tensor, "dg da"]:
+    """The same for a diagonal input factor, S itself: every column of J has its own eigenvalue."""
+    K = G.U.mT @ J
+    if G.full:
+        return G.U @ (K * spectrum.both)
+    return G.U @ (K * (spectrum.both - spectrum.input)) + J * spectrum.input
+
+
+def _times(tensor: Tensor, factor: Tensor | None) -> Tensor:
+    return tensor if factor is None else tensor * factor
 
 
 def _with_bias(P: Tensor, p: Tensor | None) -> Tensor:

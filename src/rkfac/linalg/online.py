@@ -40,12 +40,13 @@ def online_update(
 def _complement(U: Tensor, remainder: Tensor, size: Tensor) -> Tensor:
     """Orthonormal basis of what the new columns add to span(U): directions above rounding only, orthogonal to U."""
     room = U.shape[0] - U.shape[1]
+    Q: Tensor
     Q, R = torch.linalg.qr(remainder)
     left, sigma, _ = torch.linalg.svd(R, full_matrices=False)
     rounding = 10 * U.shape[0] ** 0.5 * torch.finfo(U.dtype).eps * size
     Q = (Q @ left)[:, : min(int((sigma > rounding).sum()), room)]
     for _ in range(2):  # twice is enough: Q was orthogonal to U only up to rounding / sigma
-        Q = torch.linalg.qr(Q - U @ (U.mT @ Q)).Q
+        Q, _ = torch.linalg.qr(Q - U @ (U.mT @ Q))
     return Q
 
 

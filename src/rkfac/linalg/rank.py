@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -11,6 +12,8 @@ from rkfac.linalg.checks import require_positive
 from rkfac.linalg.lowrank import LowRank
 from rkfac.linalg.shapes import Float
 from rkfac.linalg.sketch import nystrom
+
+Sketch = Callable[..., LowRank]
 
 
 def trace_error(X: Float[Tensor, "*batch d d"], low: LowRank) -> Float[Tensor, "*batch"]:
@@ -27,7 +30,8 @@ def probe_error(
     """
     require_positive(probes, "probes")
     w = torch.randn(*X.shape[:-1], probes, dtype=X.dtype, device=X.device, generator=generator)
-    return 10 * math.sqrt(2 / math.pi) * torch.linalg.vector_norm(X @ w - low @ w, dim=-2).amax(-1)
+    largest = torch.linalg.vector_norm(X @ w - low @ w, dim=-2).amax(-1)
+    return largest.mul(10 * math.sqrt(2 / math.pi))
 
 
 def inverse_error(error: float, damping: float) -> float:
@@ -49,6 +53,7 @@ def adaptive(
     X: Float[Tensor, "d d"],
     damping: float,
     *,
+    method: Sketch = nystrom,
     relative: bool = True,
     share: float = 0.1,
     first_rank: int = 64,
@@ -60,7 +65,7 @@ def adaptive(
     generator: torch.Generator | None = None,
     name: str = "the matrix",
 ) -> LowRank:
-    """Nystrom at the smallest rank that `sufficient_rank` accepts, found by growing the sketch until it does.
+    """A sketch at the smallest rank that `sufficient_rank` accepts, found by growing it until it does.
 
     The first attempt has the rank of `start` (or `first_rank`); while its smallest mode still matters the sketch doubles,
     warm-started from what it has. What is not needed is cut off, so the rank also shrinks from one call to the next.
@@ -69,7 +74,7 @@ def adaptive(
     ceiling = X.shape[-1] if max_rank is None else min(max_rank, X.shape[-1])
     rank = min(first_rank if start is None else start.shape[-1], ceiling)
     while True:
-        low = nystrom(X, rank, oversampling, power_iterations, start=start, tail=tail, generator=generator, name=name)
+        low = method(X, rank, oversampling, power_iterations, start=start, tail=tail, generator=generator, name=name)
         threshold = damping * float(low.s[0]) if relative else damping
         enough = sufficient_rank(low.s, threshold, share)
         if enough < low.rank or low.rank >= ceiling:

@@ -87,7 +87,9 @@ def range_basis(
     Without that, modes below eps^(1/q) of the largest are lost to rounding (0.016 in float32 at q = 4).
     """
     fresh = width if start is None else width - start.shape[-1]
-    basis = torch.randn(*X.shape[:-1], fresh, dtype=X.dtype, device=X.device, generator=generator)
+    # Drawn where the generator lives, so that one seed gives one sketch on every device.
+    source = X.device if generator is None else generator.device
+    basis = torch.randn(*X.shape[:-1], fresh, dtype=X.dtype, device=source, generator=generator).to(X.device)
     if start is not None:
         basis = torch.cat([start.to(basis), basis], dim=-1)
     if power_iterations == 0:

@@ -1,0 +1,136 @@
+"""Strategies that decompose a running factor: small frozen values, chosen by `decomposition=`.
+
+A field left None is taken from the optimizer's parameter group, where schedulers can change it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from rkfac import linalg
+from rkfac.linalg import LowRank
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the optimizer asks of a decomposition this time."""
+
+    rank: int | str
+    oversampling: int
+    power_iterations: int
+    tail: str
+    warm_start: bool
+    damping: float
+    relative: bool
+    generator: torch.Generator
+    name: str
+
+
+class Decomposition(ABC):
+    """refresh(X, previous, request) -> LowRank: the expensive part of a step, every `inverse_every` steps."""
+
+    @abstractmethod
+    def refresh(self, X: Tensor, previous: LowRank | None, request: Request) -> LowRank:
+        """Decompose the running factor X, `previous` being the last answer."""
+
+
+@dataclass(frozen=True)
+class Exact(Decomposition):
+    """The full eigendecomposition: K-FAC proper, cubic in the layer's width. `rank` has no meaning here."""
+
+    def refresh(self, X: Tensor, previous: LowRank | None, request: Request) -> LowRank:
+        """All eigenpairs."""
+        return linalg.eigh(X, tail=request.tail, name=request.name)
+
+
+@dataclass(frozen=True)
+class _Sketched(Decomposition):
+    """A sketch of fixed or automatic rank, cold or warm-started."""
+
+    rank: int | str | None = None
+    oversampling: int | None = None
+    power_iterations: int | None = None
+    warm_start: bool | None = None
+    share: float = 0.1
+    method: ClassVar[Callable[..., LowRank]]
+
+    def __post_init__(self) -> None:
+        if isinstance(self.rank, str) and self.rank != "auto":
+            raise ValueError(f"rank must be a positive integer or 'auto', got {self.rank!r}")
+        if not 0 < self.share < 1:
+            raise ValueError(f"share must lie between 0 and 1, got {self.share}")
+
+    def refresh(self, X: Tensor, previous: LowRank | None, request: Request) -> LowRank:
+        """Sketch X, from the previous basis where a warm start is wanted."""
+        rank = request.rank if self.rank is None else self.rank
+        oversampling = request.oversampling if self.oversampling is None else self.oversampling
+        power_iterations = request.power_iterations if self.power_iterations is None else self.power_iterations
+        warm = request.warm_start if self.warm_start is None else self.warm_start
+        start = previous.U if warm and previous is not None else None
+        method = type(self).method
+        if isinstance(rank, int):
+            return method(
+                X,
+                rank,
+                oversampling,
+                power_iterations,
+                start=start,
+                tail=request.tail,
+                generator=request.generator,
+                name=request.name,
+            )
+        if X.ndim > 2:  # ranks would differ between the groups; their factors are small anyway
+            return linalg.eigh(X, tail=request.tail, name=request.name)
+        return linalg.adaptive(
+            X,
+            request.damping,
+            method=method,
+            relative=request.relative,
+            share=self.share,
+            oversampling=oversampling,
+            power_iterations=power_iterations,
+            start=start,
+            tail=request.tail,
+            generator=request.generator,
+            name=request.name,
+        )
+
+
+@dataclass(frozen=True)
+class RSVD(_Sketched):
+    """Randomized SVD, V side (paper's Algorithm 2): RS-KFAC."""
+
+    method = staticmethod(linalg.rsvd)
+
+
+@dataclass(frozen=True)
+class SREVD(_Sketched):
+    """Symmetric randomized EVD (paper's Algorithm 3): SRE-KFAC."""
+
+    method = staticmethod(linalg.srevd)
+
+
+@dataclass(frozen=True)
+class Nystrom(_Sketched):
+    """Nystrom: never less accurate than RSVD at the same number of products with the factor."""
+
+    method = staticmethod(linalg.nystrom)
+
+
+@dataclass(frozen=True)
+class Auto(Decomposition):
+    """Exact for small factors, where LAPACK is cheapest, and `large` (warm-started Nystrom) for the others."""
+
+    exact_up_to: int = 512
+    large: Decomposition = Nystrom(warm_start=True)
+
+    def refresh(self, X: Tensor, previous: LowRank | None, request: Request) -> LowRank:
+        """By the factor's size."""
+        chosen = Exact() if X.shape[-1] <= self.exact_up_to else self.large
+        return chosen.refresh(X, previous, request)

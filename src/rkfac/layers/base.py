@@ -1,0 +1,139 @@
+"""The adapter contract and the registry.
+
+A Kronecker adapter turns a module's input x and the gradient at its output into rows a (n, d_in) and g (n, d_out) such
+that sum_n g_n a_n^T is the gradient of the weight as a matrix, the bias being the last column of a (all ones). Rows of a
+grouped convolution carry a leading group dimension. With weight_sharing="reduce" positions are averaged (a) and summed
+(g) within a sample, and n is the number of samples.
+A unit adapter serves scale-and-shift layers: per-sample gradients (n, units, 1 or 2).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+MAX_CHUNK = 1 << 24  # elements of unfolded rows held at once: 64 MB in float32
+
+
+class Adapter(ABC):
+    """What every adapter says about a module."""
+
+    def refusal(self, module: nn.Module) -> str:
+        """Why this very module cannot be covered, or an empty string."""
+        return ""
+
+    @abstractmethod
+    def has_bias(self, module: nn.Module) -> bool:
+        """Whether a trainable bias (or shift) takes part."""
+
+
+class KroneckerAdapter(Adapter):
+    """A layer whose weight gradient is a sum of outer products g a^T."""
+
+    @abstractmethod
+    def input_rows(self, module: nn.Module, x: Tensor, bias: bool, sharing: str) -> Iterator[Tensor]:
+        """Rows a in chunks, (n, d_in[+1]) or (groups, n, d_in[+1])."""
+
+    @abstractmethod
+    def output_rows(self, module: nn.Module, x: Tensor, g: Tensor, sharing: str) -> Tensor:
+        """Rows g, (n, d_out) or (groups, n, d_out)."""
+
+    @abstractmethod
+    def input_shape(self, module: nn.Module, bias: bool) -> tuple[int, ...]:
+        """Shape of the input factor: (d_in[+1],) twice in one, or (groups, d_in[+1])."""
+
+    @abstractmethod
+    def output_shape(self, module: nn.Module) -> tuple[int, ...]:
+        """Likewise of the output factor."""
+
+    def diagonal_input(self) -> bool:
+        """Whether inputs are one-hot, so that the input factor is diagonal and rows are never formed."""
+        return False
+
+    @abstractmethod
+    def matrix(self, module: nn.Module, weight: Tensor) -> Tensor:
+        """A tensor of the weight's shape as a matrix (d_out, d_in), a view where the memory layout allows it."""
+
+    def vector(self, module: nn.Module, bias: Tensor) -> Tensor:
+        """A tensor of the bias's shape as rows of the matrix."""
+        return bias
+
+    def has_bias(self, module: nn.Module) -> bool:
+        """A bias that is trained."""
+        bias = getattr(module, "bias", None)
+        return isinstance(bias, Tensor) and bias.requires_grad
+
+
+class UnitAdapter(Adapter):
+    """A layer that scales and shifts each unit: its Fisher is a small block a unit."""
+
+    @abstractmethod
+    def unit_gradients(self, module: nn.Module, x: Tensor, g: Tensor) -> Tensor:
+        """Per-sample gradients (n, units, 2) of (scale, shift), or (n, units, 1) without a trained shift."""
+
+    def has_bias(self, module: nn.Module) -> bool:
+        """A shift that is trained."""
+        bias = getattr(module, "bias", None)
+        return isinstance(bias, Tensor) and bias.requires_grad
+
+
+@dataclass(frozen=True)
+class Uncovered:
+    """A module no adapter serves, and why."""
+
+    reason: str
+
+
+_REGISTRY: dict[type[nn.Module], Adapter] = {}
+A = TypeVar("A", bound=type[Adapter])
+
+
+def register(*modules: type[nn.Module]) -> Callable[[A], A]:
+    """Class decorator: this adapter serves these module classes."""
+
+    def enrol(adapter: A) -> A:
+        for module in modules:
+            _REGISTRY[module] = adapter()
+        return adapter
+
+    return enrol
+
+
+def adapter_for(module: nn.Module) -> Adapter | Uncovered:
+    """The adapter that serves a module, or the reason why none does.
+
+    A subclass is served only if it kept its ancestor's `forward`; one with a forward of its own may mean anything.
+    """
+    for base, adapter in _REGISTRY.items():
+        if not isinstance(module, base):
+            continue
+        if type(module).forward is not base.forward:
+            return Uncovered(f"{type(module).__name__} overrides forward of {base.__name__}")
+        if not isinstance(module._parameters.get("weight"), nn.Parameter):
+            return Uncovered("its weight is not a plain parameter (missing, parametrized or lazy)")
+        if isinstance(module._parameters["weight"], nn.parameter.UninitializedParameter):
+            return Uncovered("its weight is not initialised yet: run one forward before building the optimizer")
+        reason = adapter.refusal(module)
+        return Uncovered(reason) if reason else adapter
+    return Uncovered(f"no adapter for {type(module).__name__}")
+
+
+def statistics_dtype(x: Tensor) -> torch.dtype:
+    """Statistics never go below float32, whatever autocast did to the forward pass."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def append_one(rows: Tensor, bias: bool) -> Tensor:
+    """The bias is the last column of the input rows."""
+    return torch.cat([rows, rows.new_ones(*rows.shape[:-1], 1)], dim=-1) if bias else rows
+
+
+def check_sharing(sharing: str) -> None:
+    """Refuse unknown rules for layers applied at several positions."""
+    if sharing not in ("expand", "reduce"):
+        raise ValueError(f"weight_sharing must be 'expand' or 'reduce', got {sharing!r}")

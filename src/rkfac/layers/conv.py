@@ -1,0 +1,97 @@
+"""Convolutions in one, two and three dimensions: any stride, dilation, padding mode and number of groups."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import cast
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rkfac.layers.base import MAX_CHUNK, KroneckerAdapter, append_one, register, statistics_dtype
+
+Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
+
+
+@register(nn.Conv1d, nn.Conv2d, nn.Conv3d)
+class ConvAdapter(KroneckerAdapter):
+    """A Linear layer on every patch; groups are independent layers of their own."""
+
+    def input_rows(self, module: nn.Module, x: Tensor, bias: bool, sharing: str) -> Iterator[Tensor]:
+        """Patches in the weight's order (channel, kernel), a chunk of samples at a time."""
+        conv = cast(Conv, module)
+        x = _batched(conv, x.to(statistics_dtype(x)))
+        positions = math.prod(_output_size(conv, x))
+        width = conv.in_channels * math.prod(conv.kernel_size)
+        chunk = max(1, MAX_CHUNK // (positions * width))
+        for part in x.split(chunk):
+            rows = _patches(conv, part)  # (groups, n, positions, d)
+            rows = rows.mean(2) if sharing == "reduce" else rows.flatten(1, 2)
+            yield append_one(rows if conv.groups > 1 else rows[0], bias)
+
+    def output_rows(self, module: nn.Module, x: Tensor, g: Tensor, sharing: str) -> Tensor:
+        """Gradients at the output, a row a position, channels of one group together."""
+        conv = cast(Conv, module)
+        g = _batched(conv, g.to(statistics_dtype(g)))
+        rows = g.flatten(2).unflatten(1, (conv.groups, -1)).permute(1, 0, 3, 2)  # (groups, n, positions, d)
+        rows = rows.sum(2) if sharing == "reduce" else rows.flatten(1, 2)
+        return rows if conv.groups > 1 else rows[0]
+
+    def input_shape(self, module: nn.Module, bias: bool) -> tuple[int, ...]:
+        """([groups,] channels of a group x kernel [+ 1])."""
+        conv = cast(Conv, module)
+        d = conv.in_channels // conv.groups * math.prod(conv.kernel_size) + bias
+        return (conv.groups, d) if conv.groups > 1 else (d,)
+
+    def output_shape(self, module: nn.Module) -> tuple[int, ...]:
+        """([groups,] output channels of a group)."""
+        conv = cast(Conv, module)
+        d = conv.out_channels // conv.groups
+        return (conv.groups, d) if conv.groups > 1 else (d,)
+
+    def matrix(self, module: nn.Module, weight: Tensor) -> Tensor:
+        """([groups,] outputs of a group, channels x kernel)."""
+        groups = cast(Conv, module).groups
+        return weight.reshape(groups, weight.shape[0] // groups, -1) if groups > 1 else weight.flatten(1)
+
+    def vector(self, module: nn.Module, bias: Tensor) -> Tensor:
+        """([groups,] outputs of a group)."""
+        groups = cast(Conv, module).groups
+        return bias.reshape(groups, -1) if groups > 1 else bias
+
+
+def _batched(conv: Conv, x: Tensor) -> Tensor:
+    return x if x.ndim == len(conv.kernel_size) + 2 else x[None]
+
+
+def _output_size(conv: Conv, x: Tensor) -> list[int]:
+    padding = conv._reversed_padding_repeated_twice
+    sizes = []
+    for i, (size, kernel) in enumerate(zip(x.shape[2:], conv.kernel_size, strict=True)):
+        at = 2 * (len(conv.kernel_size) - 1 - i)  # F.pad lists dimensions from the last to the first
+        padded = size + padding[at] + padding[at + 1]
+        sizes.append((padded - conv.dilation[i] * (kernel - 1) - 1) // conv.stride[i] + 1)
+    return sizes
+
+
+def _patches(conv: Conv, x: Tensor) -> Tensor:
+    """(groups, n, positions, channels of a group x kernel): a strided view of the padded input, copied once."""
+    size = _output_size(conv, x)
+    mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
+    padding = list(conv._reversed_padding_repeated_twice)
+    if any(padding):
+        x = F.pad(x, padding, mode=mode)
+    n, channels = x.shape[:2]
+    per_group = channels // conv.groups
+    spatial = x.stride()[2:]
+    shape = (conv.groups, n, *size, per_group, *conv.kernel_size)
+    strides = (
+        x.stride(1) * per_group,
+        x.stride(0),
+        *(s * step for s, step in zip(spatial, conv.stride, strict=True)),
+        x.stride(1),
+        *(s * step for s, step in zip(spatial, conv.dilation, strict=True)),
+    )
+    view = x.as_strided(shape, strides, x.storage_offset())
+    return view.reshape(conv.groups, n, math.prod(size), -1)

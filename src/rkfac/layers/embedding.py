@@ -1,0 +1,60 @@
+"""Embeddings: inputs are one-hot, so the input factor is the diagonal of how often each row was looked up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from rkfac.layers.base import KroneckerAdapter, register, statistics_dtype
+from rkfac.layers.linear import by_sample
+
+
+@register(nn.Embedding)
+class EmbeddingAdapter(KroneckerAdapter):
+    """The gradient of the table, transposed, is sum g onehot^T."""
+
+    def refusal(self, module: nn.Module) -> str:
+        """Options of nn.Embedding that change what its gradient means."""
+        table = cast(nn.Embedding, module)
+        if table.sparse:
+            return "sparse=True gives sparse gradients, which this optimizer does not handle"
+        if table.scale_grad_by_freq:
+            return "scale_grad_by_freq=True rescales its gradient"
+        return ""
+
+    def has_bias(self, module: nn.Module) -> bool:
+        """Never."""
+        return False
+
+    def diagonal_input(self) -> bool:
+        """One-hot rows are never formed."""
+        return True
+
+    def input_rows(self, module: nn.Module, x: Tensor, bias: bool, sharing: str) -> Iterator[Tensor]:
+        """How often each row of the table was looked up, (rows of the table,): the diagonal itself."""
+        table = cast(nn.Embedding, module)
+        counts = torch.bincount(x.flatten(), minlength=table.num_embeddings).to(statistics_dtype(table.weight))
+        if table.padding_idx is not None:
+            counts[table.padding_idx] = 0
+        yield counts
+
+    def output_rows(self, module: nn.Module, x: Tensor, g: Tensor, sharing: str) -> Tensor:
+        """Gradients at the output, a row a position; the padding row has none."""
+        table = cast(nn.Embedding, module)
+        rows = by_sample(g.to(statistics_dtype(g)).reshape(*x.shape, -1)).flatten(0, 1)
+        return rows if table.padding_idx is None else rows * (x.flatten() != table.padding_idx)[:, None]
+
+    def input_shape(self, module: nn.Module, bias: bool) -> tuple[int, ...]:
+        """(rows of the table,)."""
+        return (cast(nn.Embedding, module).num_embeddings,)
+
+    def output_shape(self, module: nn.Module) -> tuple[int, ...]:
+        """(width,)."""
+        return (cast(nn.Embedding, module).embedding_dim,)
+
+    def matrix(self, module: nn.Module, weight: Tensor) -> Tensor:
+        """The table transposed: (width, rows of the table)."""
+        return weight.mT

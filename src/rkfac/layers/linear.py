@@ -1,0 +1,42 @@
+"""Linear layers on inputs of any number of leading dimensions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import cast
+
+from torch import Tensor, nn
+
+from rkfac.layers.base import KroneckerAdapter, append_one, register, statistics_dtype
+
+
+def by_sample(x: Tensor) -> Tensor:
+    """(d,) -> (1, 1, d); (n, d) -> (n, 1, d); (n, ..., d) -> (n, positions, d)."""
+    return x.reshape(1, 1, -1) if x.ndim == 1 else x.reshape(x.shape[0], -1, x.shape[-1])
+
+
+@register(nn.Linear)
+class LinearAdapter(KroneckerAdapter):
+    """y = W x + b at every leading position."""
+
+    def input_rows(self, module: nn.Module, x: Tensor, bias: bool, sharing: str) -> Iterator[Tensor]:
+        """Inputs, one row a position (expand) or their mean over a sample's positions (reduce)."""
+        rows = by_sample(x.to(statistics_dtype(x)))
+        yield append_one(rows.mean(1) if sharing == "reduce" else rows.flatten(0, 1), bias)
+
+    def output_rows(self, module: nn.Module, x: Tensor, g: Tensor, sharing: str) -> Tensor:
+        """Gradients at the output, one row a position or their sum over a sample's positions."""
+        rows = by_sample(g.to(statistics_dtype(g)))
+        return rows.sum(1) if sharing == "reduce" else rows.flatten(0, 1)
+
+    def input_shape(self, module: nn.Module, bias: bool) -> tuple[int, ...]:
+        """(d_in [+ 1],)."""
+        return (cast(nn.Linear, module).in_features + bias,)
+
+    def output_shape(self, module: nn.Module) -> tuple[int, ...]:
+        """(d_out,)."""
+        return (cast(nn.Linear, module).out_features,)
+
+    def matrix(self, module: nn.Module, weight: Tensor) -> Tensor:
+        """The weight is the matrix."""
+        return weight

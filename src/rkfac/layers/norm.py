@@ -1,0 +1,80 @@
+"""Normalisation layers: scale and shift of each unit as one small Fisher block."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rkfac.layers.base import UnitAdapter, register, statistics_dtype
+
+
+class _NormAdapter(UnitAdapter):
+    """Scale gradients are sum g x_hat, shift gradients sum g, over the positions of a sample."""
+
+    def normalised(self, module: nn.Module, x: Tensor) -> Tensor:
+        """The input normalised anew: (output - shift) / scale would break where a scale is zero."""
+        raise AssertionError("every norm adapter defines normalised")
+
+    def by_unit(self, module: nn.Module, t: Tensor) -> Tensor:
+        """(samples, units, positions)."""
+        return t.reshape(t.shape[0], t.shape[1], -1)
+
+    def unit_gradients(self, module: nn.Module, x: Tensor, g: Tensor) -> Tensor:
+        """(samples, units, 2), or (samples, units, 1) without a trained shift."""
+        g = g.to(statistics_dtype(g))
+        scale = self.by_unit(module, g * self.normalised(module, x.to(g.dtype))).sum(-1)
+        if not self.has_bias(module):
+            return scale[..., None]
+        return torch.stack([scale, self.by_unit(module, g).sum(-1)], dim=-1)
+
+
+@register(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+class BatchNormAdapter(_NormAdapter):
+    """Batch statistics, as in the training-mode forward that was captured."""
+
+    def normalised(self, module: nn.Module, x: Tensor) -> Tensor:
+        """By the batch's own mean and variance."""
+        return F.batch_norm(x, None, None, training=True, eps=cast(nn.BatchNorm2d, module).eps)
+
+
+@register(nn.GroupNorm)
+class GroupNormAdapter(_NormAdapter):
+    """Statistics of a sample's channel groups."""
+
+    def normalised(self, module: nn.Module, x: Tensor) -> Tensor:
+        """By each group's mean and variance."""
+        norm = cast(nn.GroupNorm, module)
+        return F.group_norm(x, norm.num_groups, eps=norm.eps)
+
+
+class _LastDimensions(_NormAdapter):
+    """Units are the trailing dimensions; everything between them and the sample is a position."""
+
+    def by_unit(self, module: nn.Module, t: Tensor) -> Tensor:
+        """(samples, units, positions)."""
+        units = cast(nn.LayerNorm, module).normalized_shape
+        t = t.flatten(t.ndim - len(units))
+        return (t[None] if t.ndim == 1 else t).reshape(t.shape[0] if t.ndim > 1 else 1, -1, t.shape[-1]).mT
+
+
+@register(nn.LayerNorm)
+class LayerNormAdapter(_LastDimensions):
+    """Mean and variance of the trailing dimensions."""
+
+    def normalised(self, module: nn.Module, x: Tensor) -> Tensor:
+        """By mean and variance."""
+        norm = cast(nn.LayerNorm, module)
+        return F.layer_norm(x, norm.normalized_shape, eps=norm.eps)
+
+
+@register(nn.RMSNorm)
+class RMSNormAdapter(_LastDimensions):
+    """Root mean square of the trailing dimensions."""
+
+    def normalised(self, module: nn.Module, x: Tensor) -> Tensor:
+        """By the root mean square."""
+        norm = cast(nn.RMSNorm, module)
+        return F.rms_norm(x, norm.normalized_shape, eps=norm.eps)

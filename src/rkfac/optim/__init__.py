@@ -1,0 +1,17 @@
+"""The optimizers: torch.optim.Optimizer shells around blocks of curvature."""
+
+from rkfac.optim.adaptive import LevenbergMarquardt
+from rkfac.optim.kfac import KFAC, RSKFAC, SREKFAC
+from rkfac.optim.presets import paper_defaults, paper_schedules
+from rkfac.optim.report import LayerReport, Spectra
+
+__all__ = [
+    "KFAC",
+    "RSKFAC",
+    "SREKFAC",
+    "LayerReport",
+    "LevenbergMarquardt",
+    "Spectra",
+    "paper_defaults",
+    "paper_schedules",
+]

@@ -1,0 +1,88 @@
+"""Validation of the optimizers' arguments: every refusal names the argument."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+
+def _number(low: float, high: float, *, low_open: bool = False, high_open: bool = False) -> Any:
+    bounds = f"{'(' if low_open else '['}{low}, {high}{')' if high_open or high == math.inf else ']'}"
+
+    def check(name: str, value: Any) -> None:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            # Tensors (a capturable learning rate) are left to torch's own rules.
+            if name == "lr" and hasattr(value, "item"):
+                return
+            raise ValueError(f"{name} must be a number in {bounds}, got {value!r}")
+        above = value > low if low_open else value >= low
+        below = value < high if high_open else value <= high
+        if not (above and below):
+            raise ValueError(f"{name} must lie in {bounds}, got {value}")
+
+    return check
+
+
+def _integer(least: int) -> Any:
+    def check(name: str, value: Any) -> None:
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"{name} must be an integer >= {least}, got {value!r}")
+
+    return check
+
+
+def _rank(name: str, value: Any) -> None:
+    if value != "auto":
+        if isinstance(value, str):
+            raise ValueError(f"{name} must be a positive integer or 'auto', got {value!r}")
+        _integer(1)(name, value)
+
+
+def _optional(check: Any) -> Any:
+    return lambda name, value: None if value is None else check(name, value)
+
+
+POSITIVE = _number(0, math.inf, low_open=True, high_open=True)
+NOT_NEGATIVE = _number(0, math.inf, high_open=True)
+
+GROUP_RULES: Mapping[str, Any] = {
+    "lr": NOT_NEGATIVE,
+    "momentum": _number(0, 1, high_open=True),
+    "weight_decay": NOT_NEGATIVE,
+    "weight_decay_from": _integer(0),
+    "damping": POSITIVE,
+    "factor_decay": _number(0, 1, high_open=True),
+    "factor_every": _integer(1),
+    "inverse_every": _integer(1),
+    "rank": _rank,
+    "oversampling": _integer(0),
+    "power_iterations": _integer(0),
+    "update_clip": _optional(POSITIVE),
+    "kl_clip": _optional(POSITIVE),
+    "fallback_scale": NOT_NEGATIVE,
+}
+
+
+def check_group(group: Mapping[str, Any]) -> None:
+    """Refuse a parameter group with a senseless value."""
+    for name, rule in GROUP_RULES.items():
+        if name in group:
+            rule(name, group[name])
+    if not isinstance(group.get("maximize", False), bool):
+        raise ValueError(f"maximize must be True or False, got {group['maximize']!r}")
+
+
+def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    """Refuse a word that is none of the choices."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+def check_patterns(name: str, value: Any) -> tuple[str, ...]:
+    """Module-name patterns: one string or several."""
+    patterns = (value,) if isinstance(value, str) else tuple(value)
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise ValueError(f"{name} must be module-name patterns such as 'features.*', got {pattern!r}")
+    return patterns

@@ -1,0 +1,377 @@
+"""The torch.optim.Optimizer shell around blocks: groups, periods, closure, gradient scaling, state_dict, report."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from rkfac.curvature.block import Block, LayerDirection, Settings
+from rkfac.curvature.capture import Capture, close_with
+from rkfac.curvature.factor import Factor
+from rkfac.curvature.fisher import Likelihood
+from rkfac.curvature.kronecker_block import KroneckerBlock
+from rkfac.optim import update
+from rkfac.optim.adaptive import LevenbergMarquardt
+from rkfac.optim.arguments import check_group
+from rkfac.optim.coverage import cover, unwrapped
+from rkfac.optim.report import LayerReport, Spectra
+
+STATE_FORMAT = 1
+
+
+class CurvatureOptimizer(torch.optim.Optimizer):
+    """Preconditions the layers it covers and trains every other parameter by the fallback rule."""
+
+    # GradScaler then hands over its scale instead of unscaling itself: the statistics carry the same factor.
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        params: Iterable[Any] | None,
+        defaults: dict[str, Any],
+        settings: Settings,
+        *,
+        include: tuple[str, ...],
+        exclude: tuple[str, ...],
+        max_factor_dim: int,
+        fallback: str,
+        likelihood: Likelihood | None,
+        adaptive_damping: LevenbergMarquardt | None,
+        grad_scaler: Any,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"model must be an nn.Module, got {type(model).__name__}; parameters go into params=")
+        _refuse_sharded(model)
+        self._settings = settings
+        self._fallback = fallback
+        self._adaptive = adaptive_damping
+        self._grad_scaler = grad_scaler
+        self._step = 0
+        self._closed = False
+        self._capture: Capture | None = None
+        super().__init__(list(model.parameters()) if params is None else params, defaults)
+        found = cover(unwrapped(model), self._all_parameters(), settings, include, exclude, max_factor_dim)
+        self._blocks, self._reasons = found.blocks, found.reasons
+        observers = {block.module: block for block in self._blocks.values()}
+        self._capture = Capture(model, observers, likelihood, settings.generator)
+        close_with(self, self._capture)
+        self._plan()
+
+    def _all_parameters(self) -> list[nn.Parameter]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch; settings are checked."""
+        check_group({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+        if self._capture is not None:
+            self._plan()
+
+    def _plan(self) -> None:
+        """Decide what the coming step collects. Called after every step and whenever groups change."""
+        self._group_of = {id(p): group for group in self.param_groups for p in group["params"]}
+        assert self._capture is not None
+        for block in self._blocks.values():
+            block.wanted = self._step % self._group(block)["factor_every"] == 0 or not block.observed
+        self._capture.active = not self._closed and any(block.wanted for block in self._blocks.values())
+
+    def _group(self, block: Block) -> dict[str, Any]:
+        return self._group_of.get(id(block.weight), self.param_groups[0])
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in torch; statistics that came with the dropped gradients are dropped too."""
+        super().zero_grad(set_to_none)
+        if self._capture is not None and not self._settings.sampled:
+            self._discard()
+
+    def _discard(self) -> None:
+        for block in self._blocks.values():
+            block.discard()
+
+    # --- the step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step: statistics, decompositions when due, preconditioned update."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        scaled = self._loss_scale()
+        if scaled is None:
+            self._discard()
+            return loss
+        self._commit(scaled if isinstance(scaled, Tensor) else None)
+        self._refresh()
+        before = self._before(closure)
+        self._update()
+        if before is not None and closure is not None:
+            self._adapt(before, loss, closure)
+        self._step += 1
+        self._plan()
+        return loss
+
+    def _loss_scale(self) -> Tensor | bool | None:
+        """The scale in the captured gradients, False without a scaler, None when the step must be skipped."""
+        found_inf = getattr(self, "found_inf", None)
+        if found_inf is None:
+            return False
+        if bool(found_inf):
+            return None
+        scale = getattr(self, "grad_scale", None)
+        if scale is not None:
+            grads = [p.grad for p in self._all_parameters() if p.grad is not None]
+            for grad in grads:
+                grad.div_(scale.to(grad.device))
+            return cast(Tensor, scale)
+        if self._grad_scaler is not None:
+            return cast(Tensor, self._grad_scaler._get_scale_async())
+        if self._settings.sampled:
+            return False
+        raise RuntimeError(
+            "scaler.unscale_(optimizer) was called before the step, so the scale of the captured statistics is unknown: "
+            f"pass grad_scaler=scaler to {type(self).__name__}"
+        )
+
+    def _commit(self, loss_scale: Tensor | None) -> None:
+        """Pending statistics enter the averages, unless they hold NaN or Inf. One synchronisation a statistics step."""
+        waiting = [(block, size) for block in self._blocks.values() if (size := block.pending_size()) is not None]
+        if not waiting:
+            return
+        device = waiting[0][1].device
+        sizes = torch.stack([size.to(device=device, dtype=torch.float64) for _, size in waiting]).tolist()
+        refused = []
+        for (block, _), size in zip(waiting, sizes, strict=True):
+            if math.isfinite(size):
+                block.commit(self._group(block), loss_scale)
+            else:
+                refused.append(block.name)
+                block.discard()
+        if refused:
+            warnings.warn(f"statistics with NaN or Inf were left out for {_listed(refused)}", stacklevel=4)
+
+    def _refresh(self) -> None:
+        for block in self._blocks.values():
+            due = self._step % self._group(block)["inverse_every"] == 0
+            first = not block.ready and block.failures == 0
+            if block.observed and (due or first):
+                block.refresh(self._group(block))
+
+    def _update(self) -> None:
+        active = [b for b in self._blocks.values() if b.ready and b.weight.requires_grad and b.weight.grad is not None]
+        covered = {id(p) for block in active for p in block.parameters}
+        bound = self.param_groups[0]["kl_clip"]
+        if bound is None:
+            for block in active:  # one layer at a time: its direction is gone before the next one's is made
+                direction, clip = self._direction(block)
+                self._apply(block, direction, clip)
+        else:
+            made = [(block, *self._direction(block)) for block in active]
+            if made:
+                terms = [_kl_term(direction, clip, self._group(block)["lr"]) for block, direction, clip in made]
+                device = terms[0].device
+                whole = update.kl_clip((t.to(device) for t in terms), bound)
+                for block, direction, clip in made:
+                    share = whole.to(block.weight.device)
+                    self._apply(block, direction, share if clip is None else clip * share)
+        rule = update.FALLBACKS[self._fallback]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None or id(p) in covered:
+                    continue
+                if p.grad.is_sparse:
+                    raise RuntimeError("sparse gradients are not supported: build nn.Embedding with sparse=False")
+                plain = rule(self.state[p], p.grad, group)
+                update.decay(p, group, self._step)
+                p.add_(plain, alpha=_signed(group) * group["fallback_scale"])
+
+    def _direction(self, block: Block) -> tuple[LayerDirection, Tensor | None]:
+        group = self._group(block)
+        direction = block.direction(group)
+        size = sum(p.numel() for p in block.parameters)
+        return direction, update.rms_clip(direction.squared_norm, size, group["update_clip"])
+
+    def _apply(self, block: Block, direction: LayerDirection, clip: Tensor | None) -> None:
+        block.clip = clip
+        for index, p in enumerate(block.parameters):
+            group = self._group_of.get(id(p))
+            if group is None or p.grad is None:
+                continue
+            update.decay(p, group, self._step)
+            if group["momentum"]:
+                buffer = update.momentum_buffer(self.state[p], p, group["momentum"])
+                block.add(direction, index, buffer, clip, 1.0)
+                p.add_(buffer, alpha=_signed(group))
+            else:
+                block.add(direction, index, p, clip, _signed(group))
+
+    # --- adaptive damping
+
+    def _before(self, closure: Callable[[], Any] | None) -> dict[str, tuple[Tensor, ...]] | None:
+        """Copies of the covered parameters and gradients, on steps that adapt the damping."""
+        if self._adaptive is None or (self._step + 1) % self._adaptive.every:
+            return None
+        if closure is None:
+            raise RuntimeError("adaptive damping compares losses: call optimizer.step(closure)")
+        ready = {name: block for name, block in self._blocks.items() if block.ready and block.weight.grad is not None}
+        return {
+            name: tuple(t.clone() for p in block.parameters for t in (p, p.grad if p.grad is not None else p * 0))
+            for name, block in ready.items()
+        }
+
+    def _adapt(self, before: dict[str, tuple[Tensor, ...]], loss: Any, closure: Callable[[], Any]) -> None:
+        assert self._adaptive is not None
+        assert self._capture is not None
+        predicted = 0.0
+        for name, copies in before.items():
+            block = self._blocks[name]
+            change = tuple(p - old for p, old in zip(block.parameters, copies[::2], strict=True))
+            linear = sum(float((d * g).sum()) for d, g in zip(change, copies[1::2], strict=True))
+            predicted += linear + 0.5 * float(block.curvature(change, self._group(block)))
+        active, self._capture.active = self._capture.active, False
+        with torch.enable_grad():
+            after = closure()
+        self._capture.active = active
+        sign = -1.0 if self.param_groups[0].get("maximize") else 1.0
+        for group in self.param_groups:
+            group["damping"] = self._adaptive.adapted(group["damping"], sign * float(after - loss), sign * predicted)
+
+    # --- memory
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's state plus the curvature: tensors, numbers and strings only, so that `weights_only=True` loads it."""
+        state = super().state_dict()
+        state["curvature"] = {
+            "format": STATE_FORMAT,
+            "step": self._step,
+            "generator": self._settings.generator.get_state(),
+            "blocks": {name: block.state_dict() for name, block in self._blocks.items()},
+        }
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Resume bit for bit, onto the model's devices. A state that does not fit is refused and changes nothing."""
+        curvature = state_dict.get("curvature")
+        if not isinstance(curvature, Mapping) or curvature.get("format") != STATE_FORMAT:
+            raise ValueError(f"this is not the state of an rkfac optimizer (format {STATE_FORMAT}): no curvature in it")
+        missing = self._blocks.keys() - curvature["blocks"].keys()
+        unknown = curvature["blocks"].keys() - self._blocks.keys()
+        if missing or unknown:
+            raise ValueError(
+                f"the saved state covers other layers: missing {_listed(missing)}; unknown {_listed(unknown)}. "
+                "Build the optimizer with the same model, include= and exclude="
+            )
+        own = {name: block.state_dict() for name, block in self._blocks.items()}
+        try:
+            for name, block in self._blocks.items():
+                block.load_state_dict(curvature["blocks"][name])
+            super().load_state_dict({key: value for key, value in state_dict.items() if key != "curvature"})
+        except (ValueError, KeyError, TypeError, RuntimeError) as error:
+            for name, block in self._blocks.items():
+                block.load_state_dict(own[name])
+            raise ValueError(f"the saved state does not fit this model: {error}") from error
+        self._step = int(curvature["step"])
+        self._settings.generator.set_state(curvature["generator"].cpu())
+        self._plan()
+
+    def close(self) -> None:
+        """Remove the hooks; the optimizer can still step with the curvature it has."""
+        self._closed = True
+        if self._capture is not None:
+            self._capture.close()
+
+    # --- what it knows
+
+    def sample_fisher(self, output: Tensor) -> None:
+        """Draw targets from these logits, for models whose forward does not return the logits alone."""
+        if not self._settings.sampled or self._capture is None:
+            raise RuntimeError("sample_fisher needs fisher='mc'")
+        self._capture.sample(output)
+
+    def report(self) -> list[LayerReport]:
+        """One record a layer: what it keeps and costs, or why it is left to the fallback rule."""
+        records = []
+        for name, block in self._blocks.items():
+            records.append(
+                LayerReport(
+                    name=name,
+                    kind=type(block.module).__name__,
+                    covered=True,
+                    reason="" if block.observed else "no statistics yet: it was not called in training mode",
+                    parameters=sum(p.numel() for p in block.parameters),
+                    clip=None if block.clip is None else float(block.clip),
+                    seconds=dict(block.seconds),
+                    failures=block.failures,
+                    **block.facts(self._group(block)),
+                )
+            )
+        for name, (module, reason) in self._reasons.items():
+            count = sum(p.numel() for p in module._parameters.values() if p is not None)
+            records.append(LayerReport(name, type(module).__name__, covered=False, reason=reason, parameters=count))
+        return records
+
+    def spectrum(self, name: str) -> Spectra:
+        """Exact eigenvalues of a layer's two running factors, descending."""
+        block = self._blocks.get(name)
+        if not isinstance(block, KroneckerBlock):
+            known = [n for n, b in self._blocks.items() if isinstance(b, KroneckerBlock)]
+            raise ValueError(f"no preconditioned layer is called {name!r}; there are {_listed(known)}")
+        sides = block.input, block.output
+        values = [
+            f.spectrum() if isinstance(f, Factor) else f.average.value.double().sort(descending=True)[0] for f in sides
+        ]
+        return Spectra(values[0], values[1])
+
+    def __repr__(self) -> str:
+        first = {k: v for k, v in self.param_groups[0].items() if k not in ("params", "differentiable", "foreach")}
+        kron = sum(isinstance(block, KroneckerBlock) for block in self._blocks.values())
+        units = len(self._blocks) - kron
+        covered = sum(p.numel() for block in self._blocks.values() for p in block.parameters)
+        total = sum(p.numel() for p in self._all_parameters())
+        lines = [
+            f"{type(self).__name__}(",
+            f"  {kron} Kronecker layers and {units} unit-wise layers hold {covered:,} of {total:,} parameters;",
+            f"  the rest trains by {self._fallback!r}" + (f" ({_listed(self._reasons)})" if self._reasons else ""),
+            f"  {self._settings.decomposition!r}, damping {self._settings.damping_rule}, step {self._step}",
+            "  " + ", ".join(f"{k}={v}" for k, v in first.items()),
+            ")",
+        ]
+        return "\n".join(lines)
+
+
+def _signed(group: Mapping[str, Any]) -> float:
+    """-lr, or +lr when the objective is maximised."""
+    return float(group["lr"]) if group.get("maximize") else -float(group["lr"])
+
+
+def _kl_term(direction: LayerDirection, clip: Tensor | None, lr: float) -> Tensor:
+    term = lr**2 * direction.inner
+    return term if clip is None else term * clip
+
+
+def _listed(names: Iterable[str], most: int = 5) -> str:
+    ordered = list(names)
+    shown = ", ".join(repr(name) for name in ordered[:most])
+    return (shown + f" and {len(ordered) - most} more" if len(ordered) > most else shown) or "nothing"
+
+
+def _refuse_sharded(model: nn.Module) -> None:
+    """Sharded parameters are refused by name: a block needs the whole weight of its layer."""
+    for name, parameter in model.named_parameters():
+        if type(parameter.data).__name__ == "DTensor" or type(parameter).__name__ == "FlatParameter":
+            raise ValueError(f"parameter {name!r} is sharded (FSDP / DTensor), which is not supported")
+    if (
+        torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+        and torch.distributed.get_world_size() > 1
+    ):
+        raise ValueError(
+            f"{torch.distributed.get_world_size()} processes: statistics are not shared between processes yet, so that "
+            "replicas would drift apart; train in one process"
+        )

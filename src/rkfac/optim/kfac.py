@@ -1,0 +1,170 @@
+"""KFAC, RSKFAC, SREKFAC: choices of arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from rkfac.curvature.block import Settings
+from rkfac.curvature.decompose import RSVD, SREVD, Decomposition, Exact
+from rkfac.curvature.fisher import NAMED, Likelihood
+from rkfac.optim.adaptive import LevenbergMarquardt
+from rkfac.optim.arguments import check_choice, check_patterns
+from rkfac.optim.base import CurvatureOptimizer
+from rkfac.optim.update import FALLBACKS
+
+
+class KFAC(CurvatureOptimizer):
+    """K-FAC: S = (Gamma + l I)^-1 J (A + l I)^-1 for each layer, by the exact eigendecomposition or any other.
+
+    Arguments (the paper's symbol in brackets; those marked * sit in `param_groups`, where schedulers can change them):
+      model             the nn.Module to train, plain or compiled
+      lr*               learning rate [alpha]
+      params            torch-style parameter groups; all parameters of the model by default
+      momentum*         of the preconditioned directions
+      weight_decay*     decoupled from preconditioner and momentum; from step `weight_decay_from`* on
+      damping*          [lambda] relative to each factor's largest eigenvalue unless relative_damping=False
+      damping_rule      "factored": l on each factor; "product": on the product spectrum; "pi": split by the trace ratio
+      factor_decay*, factor_every*, inverse_every*   [rho, T_KU, T_KI]
+      factor_start      "unbiased": averages free of their start; "identity": from I, as in the paper
+      rank*, oversampling*, power_iterations*        [r, r_l, n_pwr-it] of sketched decompositions; rank may be "auto"
+      tail              what replaces the discarded spectrum: "trace" (a constant preserving it) or "zero" (paper)
+      warm_start        start each sketch from the previous basis
+      update_clip*      largest RMS of a layer's update; kl_clip* bound on sum lr^2 <S, J> over all layers; None: off
+      fisher            "empirical" (labels of the loss, free) or "mc" (drawn from the model; one more backward through the
+                        activations on statistics steps); `likelihood` then says what the outputs mean: "categorical",
+                        "gaussian", "bernoulli" or e.g. rkfac.Categorical(class_dim=1)
+      weight_sharing    "expand" or "reduce" for layers applied at several positions
+      loss_average      what the loss averages over: "batch", "tokens" (every leading position) or "sum" (nothing);
+                        matters only for absolute damping
+      fallback          rule for parameters no block covers: "sgd" or "adamw", at lr * fallback_scale*
+      include, exclude  patterns of module names or classes to precondition, e.g. exclude=("*Norm*", "head")
+      max_factor_dim    layers whose factor would be wider are left to the fallback rule
+      decomposition     rkfac.Exact(), RSVD(...), SREVD(...), Nystrom(...), Auto(...)
+      adaptive_damping  rkfac.LevenbergMarquardt(...), needs step(closure)
+      grad_scaler       the GradScaler, needed only if you call scaler.unscale_(optimizer) yourself
+      max_failures      failed decompositions of a layer in a row before an error is raised
+      generator, seed   randomness of sketches and sampled labels
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float = 0.1,
+        *,
+        params: Iterable[Any] | None = None,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        weight_decay_from: int = 0,
+        damping: float = 0.1,
+        damping_rule: str = "factored",
+        relative_damping: bool = True,
+        factor_decay: float = 0.95,
+        factor_every: int = 10,
+        inverse_every: int = 50,
+        factor_start: str = "unbiased",
+        rank: int | str = 220,
+        oversampling: int = 10,
+        power_iterations: int = 1,
+        tail: str = "trace",
+        warm_start: bool = True,
+        update_clip: float | None = None,
+        kl_clip: float | None = 1e-2,
+        fisher: str = "empirical",
+        likelihood: str | Likelihood = "categorical",
+        weight_sharing: str = "expand",
+        loss_average: str = "batch",
+        fallback: str = "sgd",
+        fallback_scale: float = 1.0,
+        include: Iterable[str] | str = (),
+        exclude: Iterable[str] | str = (),
+        max_factor_dim: int = 16384,
+        decomposition: Decomposition | None = None,
+        adaptive_damping: LevenbergMarquardt | None = None,
+        grad_scaler: Any = None,
+        max_failures: int = 3,
+        maximize: bool = False,
+        generator: torch.Generator | None = None,
+        seed: int = 0,
+    ) -> None:
+        check_choice("damping_rule", damping_rule, ("factored", "product", "pi"))
+        check_choice("factor_start", factor_start, ("unbiased", "identity"))
+        check_choice("tail", tail, ("zero", "trace"))
+        check_choice("fisher", fisher, ("empirical", "mc"))
+        check_choice("weight_sharing", weight_sharing, ("expand", "reduce"))
+        check_choice("loss_average", loss_average, ("batch", "tokens", "sum"))
+        check_choice("fallback", fallback, tuple(FALLBACKS))
+        if isinstance(likelihood, str):
+            check_choice("likelihood", likelihood, tuple(NAMED))
+            likelihood = NAMED[likelihood]
+        if not isinstance(likelihood, Likelihood):
+            raise ValueError(f"likelihood must be a name or an rkfac likelihood, got {likelihood!r}")
+        if decomposition is not None and not isinstance(decomposition, Decomposition):
+            raise ValueError(f"decomposition must be a strategy such as rkfac.RSVD(), got {decomposition!r}")
+        if adaptive_damping is not None and not isinstance(adaptive_damping, LevenbergMarquardt):
+            raise ValueError(f"adaptive_damping must be rkfac.LevenbergMarquardt(...), got {adaptive_damping!r}")
+        for name, value in (("max_factor_dim", max_factor_dim), ("max_failures", max_failures)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
+        settings = Settings(
+            decomposition=Exact() if decomposition is None else decomposition,
+            damping_rule=damping_rule,
+            relative_damping=relative_damping,
+            tail=tail,
+            warm_start=warm_start,
+            weight_sharing=weight_sharing,
+            loss_average=loss_average,
+            sampled=fisher == "mc",
+            identity_start=factor_start == "identity",
+            max_failures=max_failures,
+            generator=torch.Generator().manual_seed(seed) if generator is None else generator,
+        )
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "weight_decay_from": weight_decay_from,
+            "damping": damping,
+            "factor_decay": factor_decay,
+            "factor_every": factor_every,
+            "inverse_every": inverse_every,
+            "rank": rank,
+            "oversampling": oversampling,
+            "power_iterations": power_iterations,
+            "update_clip": update_clip,
+            "kl_clip": kl_clip,
+            "fallback_scale": fallback_scale,
+            "maximize": maximize,
+        }
+        super().__init__(
+            model,
+            params,
+            defaults,
+            settings,
+            include=check_patterns("include", include),
+            exclude=check_patterns("exclude", exclude),
+            max_factor_dim=max_factor_dim,
+            fallback=fallback,
+            likelihood=likelihood if fisher == "mc" else None,
+            adaptive_damping=adaptive_damping,
+            grad_scaler=grad_scaler,
+        )
+
+
+class RSKFAC(KFAC):
+    """RS-KFAC (paper's Algorithm 4): K-FAC with the randomized SVD, quadratic in the layers' width. Arguments: `KFAC`."""
+
+    def __init__(self, model: nn.Module, lr: float = 0.1, **keywords: Any) -> None:
+        keywords.setdefault("decomposition", RSVD())
+        super().__init__(model, lr, **keywords)
+
+
+class SREKFAC(KFAC):
+    """SRE-KFAC (paper's Algorithm 5): K-FAC with the symmetric randomized EVD, cheaper and a little less accurate."""
+
+    def __init__(self, model: nn.Module, lr: float = 0.1, **keywords: Any) -> None:
+        keywords.setdefault("decomposition", SREVD())
+        super().__init__(model, lr, **keywords)

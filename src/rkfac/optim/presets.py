@@ -1,0 +1,50 @@
+"""The paper's Section 5, as constructor keywords and schedules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rkfac.schedules import Steps
+
+
+def paper_defaults() -> dict[str, Any]:
+    """Keywords that make KFAC, RSKFAC and SREKFAC run the paper's algorithm to the letter (values of epoch 1).
+
+    `rkfac.RSKFAC(model, **rkfac.paper_defaults())`, then `Scheduler(optimizer, **rkfac.paper_schedules())`.
+    """
+    return {
+        "lr": 0.3,
+        "momentum": 0.0,
+        "weight_decay": 7e-4,
+        "weight_decay_from": 200,
+        "damping": 0.1,
+        "relative_damping": True,
+        "damping_rule": "factored",
+        "factor_decay": 0.95,
+        "factor_every": 10,
+        "inverse_every": 50,
+        "factor_start": "identity",
+        "rank": 220,
+        "oversampling": 10,
+        "power_iterations": 4,
+        "tail": "zero",
+        "warm_start": False,
+        "update_clip": 0.07,
+        "kl_clip": None,
+        "fisher": "empirical",
+        "weight_sharing": "expand",
+        "fallback": "sgd",
+        "fallback_scale": 1.0,
+        "exclude": ("*Norm*", "Embedding"),
+    }
+
+
+def paper_schedules() -> dict[str, Steps]:
+    """The schedules of Section 5 over epochs 1 to 50."""
+    return {
+        "lr": Steps({1: 0.3, 2: 0.2, 3: 0.1, 13: 0.03, 18: 0.01, 27: 0.003, 40: 0.001}),
+        "damping": Steps({1: 0.1, 25: 0.05, 35: 0.01}),
+        "inverse_every": Steps({1: 50, 20: 30}),
+        "rank": Steps({1: 220, 15: 230}),
+        "oversampling": Steps({1: 10, 22: 11, 30: 12}),
+    }

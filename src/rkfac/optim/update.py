@@ -1,0 +1,67 @@
+"""Clip, momentum, weight decay and the fallback rules: pure arithmetic on tensors, no synchronisation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def rms_clip(squared_norm: Tensor, size: int, largest: float | None) -> Tensor | None:
+    """min(1, largest / rms) for a layer's update of `size` entries; None when there is no clip."""
+    if largest is None:
+        return None
+    rms = (squared_norm / size).sqrt()
+    return (largest / rms.clamp_min(torch.finfo(rms.dtype).tiny)).clamp_max(1.0)
+
+
+def kl_clip(terms: Iterable[Tensor], bound: float) -> Tensor:
+    """min(1, sqrt(bound / sum lr^2 <S, J>)): keeps the step's quadratic KL estimate below the bound."""
+    total = torch.stack(list(terms)).sum()
+    return (bound / total.clamp_min(torch.finfo(total.dtype).tiny)).sqrt().clamp_max(1.0)
+
+
+def decay(parameter: Tensor, group: Mapping[str, Any], step: int) -> None:
+    """theta <- theta - lr w theta, once weight decay has begun."""
+    if group["weight_decay"] and step >= group["weight_decay_from"]:
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+
+
+def momentum_buffer(state: MutableMapping[str, Any], parameter: Tensor, momentum: float) -> Tensor:
+    """The running sum of directions, decayed by the momentum and ready to take the next one."""
+    if "momentum_buffer" not in state:
+        state["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+    buffer: Tensor = state["momentum_buffer"]
+    return buffer.mul_(momentum)
+
+
+def sgd_direction(state: MutableMapping[str, Any], gradient: Tensor, group: Mapping[str, Any]) -> Tensor:
+    """The gradient, or its momentum buffer."""
+    if not group["momentum"]:
+        return gradient
+    return momentum_buffer(state, gradient, group["momentum"]).add_(gradient)
+
+
+def adamw_direction(
+    state: MutableMapping[str, Any],
+    gradient: Tensor,
+    group: Mapping[str, Any],
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+) -> Tensor:
+    """Adam's direction with its usual constants; decoupled weight decay happens outside."""
+    if "exp_avg" not in state:
+        state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(gradient), torch.zeros_like(gradient)
+        state["adam_step"] = 0
+    state["adam_step"] += 1
+    mean, square = state["exp_avg"], state["exp_avg_sq"]
+    mean.lerp_(gradient, 1 - betas[0])
+    square.mul_(betas[1]).addcmul_(gradient, gradient, value=1 - betas[1])
+    correction = 1 - betas[1] ** state["adam_step"]
+    denominator = (square / correction).sqrt_().add_(eps)
+    return (mean / (1 - betas[0] ** state["adam_step"])).div_(denominator)
+
+
+FALLBACKS = {"sgd": sgd_direction, "adamw": adamw_direction}
