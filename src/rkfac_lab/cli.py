@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
 import typer
+from rich.console import Console
+
+from rkfac_lab.errors import LabError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 bench = typer.Typer(no_args_is_help=True, help="Benchmarks, printed as ratios measured in one run.")
 app.add_typer(bench, name="bench")
+data = typer.Typer(no_args_is_help=True, help="Datasets: which are here, and fetch one.")
+app.add_typer(data, name="data")
 
 
 @app.callback()
@@ -14,9 +24,187 @@ def root() -> None:
     """Second-order training: compare optimizers, repeat the paper's experiments, measure."""
 
 
+@app.command()
+def train(
+    target: Annotated[
+        str, typer.Argument(metavar="RUN", help="A TOML file, a shipped configuration, a workload or a run folder.")
+    ] = "digits-mlp",
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Such as optimizer.arguments.lr=0.1.")
+    ] = None,
+    epochs: Annotated[int | None, typer.Option(help="Instead of the workload's budget.")] = None,
+    max_steps: Annotated[int | None, typer.Option(help="Stop after so many steps.")] = None,
+    time_budget: Annotated[float | None, typer.Option(help="Stop after so many seconds of training.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of everything random.")] = None,
+    data_dir: Annotated[str | None, typer.Option(help="Where the data is; else RKFAC_DATA, then ./data.")] = None,
+    folder: Annotated[Path | None, typer.Option(help="Run folder; runs/WORKLOAD-OPTIMIZER-seedN by default.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue a run that was cut short.")] = False,
+) -> None:
+    """One run of one optimizer on one workload, resumable."""
+    from rkfac_lab import config, progress
+    from rkfac_lab.train import run
+
+    flags = {"epochs": epochs, "max_steps": max_steps, "time_budget": time_budget, "seed": seed, "data_dir": data_dir}
+    given = [f"{key}={json.dumps(value)}" for key, value in flags.items() if value is not None]
+    chosen = config.load(target, [*(settings or []), *given])
+    if folder is None:
+        is_run = (Path(target) / "config.json").is_file()
+        folder = Path(target) if is_run else Path("runs") / f"{chosen.workload}-{chosen.name}-seed{chosen.seed}"
+    try:
+        finished = run(chosen, folder, resume=resume, progress=progress.Bar())
+    except KeyboardInterrupt:
+        typer.echo(f"\ninterrupted; continue with: rkfac train {folder} --resume", err=True)
+        raise typer.Exit(130) from None
+    typer.echo(progress.describe_run(finished))
+
+
+@data.command("get")
+def data_get(
+    name: Annotated[str, typer.Argument(help="fashion-mnist, cifar10 or cifar10-python.")],
+    data_dir: Annotated[str | None, typer.Option(help="Where to put it; else RKFAC_DATA, then ./data.")] = None,
+) -> None:
+    """Download a dataset from its official place; run it again to continue a broken download."""
+    from rkfac_lab.data import Sources, download, folders
+
+    typer.echo(f"{name} is in {download.get(name, folders(Sources(data_dir))[0])}")
+
+
+@data.command("list")
+def data_list(
+    data_dir: Annotated[str | None, typer.Option(help="Where to look; else RKFAC_DATA, then ./data.")] = None,
+) -> None:
+    """Which datasets are here, and how to get the others."""
+    from rkfac_lab.data import Sources, catalogue
+
+    for line in catalogue.describe(Sources(data_dir)):
+        typer.echo(line)
+
+
+@bench.command("decompose")
+def bench_decompose(
+    dimensions: Annotated[str, typer.Option(help="Sizes of the factor, comma-separated.")] = "513,1153,2305,4609,8193",
+    rank: Annotated[int, typer.Option(min=1)] = 220,
+    oversampling: Annotated[int, typer.Option(min=0)] = 10,
+    rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds; the median counts.")] = 3,
+    out: Annotated[Path, typer.Option(help="Where the JSON goes.")] = Path("runs/bench-decompose.json"),
+) -> None:
+    """Seconds and error of every way to decompose one Kronecker factor."""
+    from rkfac_lab.bench import decompose
+
+    console = Console()
+    with console.status("decomposing") as status:
+        rows = decompose.run([int(d) for d in dimensions.split(",")], rank, oversampling, rounds, status.update)
+    console.print(decompose.table(rows))
+    _write_json(decompose.as_json(rows), out, console)
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders, or folders of run folders.")],
+    out: Annotated[Path, typer.Option(help="Where the page goes.")] = Path("report.html"),
+    open_page: Annotated[bool, typer.Option("--open", help="Show the page in the browser.")] = False,
+) -> None:
+    """One self-contained HTML page from run folders: the table, interactive curves, the layers, every run."""
+    from rkfac_lab import report as reporting
+
+    console = Console()
+    found = reporting.find_runs(runs)
+    reporting.write(found, out)
+    console.print(f"{len(found)} run{'s' * (len(found) != 1)} shown in {out}", soft_wrap=True, markup=False)
+    if open_page:
+        typer.launch(out.resolve().as_uri())
+
+
+@app.command()
+def compare(
+    workload: Annotated[
+        str, typer.Argument(help="The problem; `rkfac data list` names the data each one needs.")
+    ] = "digits-mlp",
+    optimizers: Annotated[
+        str, typer.Option(help="Names, shipped configurations (paper-rs-kfac) or TOML files, comma-separated.")
+    ] = "rs-kfac,sre-kfac,k-fac,sgd,adamw",
+    seeds: Annotated[int, typer.Option(help="Runs of each optimizer.")] = 3,
+    epochs: Annotated[int | None, typer.Option(help="Epochs of each run.")] = None,
+    time_budget: Annotated[float | None, typer.Option(help="Seconds of training of each run.")] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Setting of all runs, or of one: rs-kfac.rank=50."),
+    ] = None,
+    data_dir: Annotated[str | None, typer.Option(help="Folder of the data.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the comparison; a dated one in runs/ if not given.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the comparison in --out, or the latest.")] = False,
+    reference: Annotated[str | None, typer.Option(help="Row the others are divided by; k-fac if present.")] = None,
+    tune: Annotated[bool, typer.Option("--tune", help="First choose each learning rate from one grid.")] = False,
+    grid: Annotated[str, typer.Option(help="Learning rates to try, comma-separated.")] = "",
+    tune_epochs: Annotated[
+        int | None, typer.Option(help="Epochs of each trial; a third of a run's if not given.")
+    ] = None,
+) -> None:
+    """Several optimizers on one workload: the paper's Table 1, curves and a page."""
+    from rkfac_lab import compare as comparing
+    from rkfac_lab import tuning
+    from rkfac_lab.comparison import Comparison
+
+    common = {"epochs": epochs, "time_budget": time_budget, "data_dir": data_dir}
+    comparison = Comparison(workload, _names(optimizers), seeds, tuple(settings or ()), common)
+    rates = tuning.grid_for(comparison, tuning.rates(grid), tune_epochs) if tune or grid else None
+    folder = comparing.choose_folder(out, workload, resume)
+    results = comparing.run(comparison, folder, grid=rates, reference=reference)
+    if results.interrupted:
+        raise typer.Exit(130)
+
+
+@app.command()
+def spectrum(
+    workload: Annotated[str, typer.Argument(help="The problem to train on.")] = "digits-mlp",
+    layers: Annotated[str, typer.Option(help="Layers to draw, comma-separated; a few if not given.")] = "",
+    steps_max: Annotated[int, typer.Option(min=1, help="Steps of training; the paper takes 13,720.")] = 1200,
+    every: Annotated[
+        int | None, typer.Option(min=1, help="Steps between factor updates; the paper's 30 for long runs.")
+    ] = None,
+    record_every: Annotated[int, typer.Option(min=1, help="Steps between spectra at first.")] = 30,
+    record_late_every: Annotated[int, typer.Option(min=1, help="Steps between spectra later.")] = 300,
+    late_from: Annotated[int, typer.Option(min=0, help="The step from which it is later.")] = 300,
+    seed: Annotated[int, typer.Option()] = 0,
+    settings: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="As for train.")] = None,
+    data_dir: Annotated[str | None, typer.Option(help="Folder of the data.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the figures; a dated one in runs/ if not given.")] = None,
+) -> None:
+    """The paper's Figure 1: spectra of the Kronecker factors while K-FAC trains, and modes against width."""
+    from rkfac_lab import spectrum as spectra
+
+    console = Console()
+    period = every or spectra.statistics_period(steps_max)
+    config = spectra.paper_config(workload, steps_max, period, settings or (), seed=seed, data_dir=data_dir)
+    folder = out or Path("runs") / f"spectrum-{workload}-{datetime.now():%Y%m%d-%H%M%S}"
+    when = spectra.Recording(record_every, record_late_every, late_from)
+    recorder = spectra.run(config, folder / "run", when, _names(layers) or None)
+    console.print(spectra.to_rich(recorder))
+    console.print("The figures and their numbers:")
+    for path in spectra.write(recorder, config, folder):
+        console.print(f"  {path}", soft_wrap=True, highlight=False, markup=False)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    """The names in a comma-separated option."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _write_json(content: dict[str, Any], path: Path, console: Console) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=2) + "\n")
+    console.print(f"written to {path}", soft_wrap=True)
+
+
 def main() -> None:
-    """Entry point of the console script."""
-    app()
+    """Entry point of the console script; a mistake the user can mend is one sentence and exit code 2."""
+    try:
+        app()
+    except LabError as error:
+        typer.echo(f"rkfac: {error}", err=True)
+        raise SystemExit(2) from None
 
 
 if __name__ == "__main__":

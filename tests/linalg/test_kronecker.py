@@ -49,7 +49,9 @@ def test_adding_in_place_equals_adding_the_dense_direction(alpha: float, factor:
     got = direction(J, G, A, spectrum("factored", G, A, 0.1, 0.1), True)
     weight, bias = torch.randn(5, 6, dtype=torch.float64), torch.randn(5, dtype=torch.float64)
     expected = torch.cat([weight, bias[:, None]], 1) + alpha * factor * got.dense(J)
-    got.add_to(weight, bias, J[:, :-1], J[:, -1], torch.tensor(factor, dtype=torch.float64), alpha)
+    nu = torch.tensor(factor, dtype=torch.float64)
+    got.add_weight(weight, J[:, :-1], nu, alpha)
+    got.add_bias(bias, J[:, -1], nu, alpha)
     torch.testing.assert_close(torch.cat([weight, bias[:, None]], 1), expected)
 
 
@@ -69,7 +71,8 @@ def test_a_batch_of_groups_equals_its_members(rule: str) -> None:
         torch.testing.assert_close(got.squared_norm, torch.stack(parts).square().sum())
         weight = torch.zeros(3, 4, 5, dtype=torch.float64)
         bias = torch.zeros(3, 4, dtype=torch.float64)
-        got.add_to(weight, bias, J[..., :-1], J[..., -1])
+        got.add_weight(weight, J[..., :-1])
+        got.add_bias(bias, J[..., -1])
         torch.testing.assert_close(torch.cat([weight, bias[..., None]], -1), torch.stack(parts), rtol=1e-8, atol=1e-8)
 
 

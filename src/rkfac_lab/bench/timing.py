@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 
-def interleaved(contestants: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+def interleaved(contestants: Mapping[str, Callable[[], Any]], rounds: int, settle: float = 0.25) -> dict[str, float]:
     """Median seconds of each contestant over `rounds` rounds."""
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for _ in range(rounds):
         for name, run in contestants.items():
+            time.sleep(settle)  # idle workers of another library's thread pool spin for a while
             begin = time.perf_counter()
             run()
             seconds[name].append(time.perf_counter() - begin)

@@ -1,0 +1,297 @@
+"""The paper's figures from runs and spectra, as PNG and SVG; nothing here needs a display.
+
+Figure 2 (`curves`): the metric and the losses against epochs and against training seconds; the line is the median
+over seeds, the band goes from the smallest to the largest seed. Figure 1 is `spectra`, and `modes_against_width`
+shows how many modes matter in layers of different width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import SymLogNorm
+from matplotlib.figure import Figure
+from matplotlib.scale import FuncScale
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
+
+from rkfac_lab.table_text import metric_name
+from rkfac_lab.tables import group_by_label, main_metric, targets_of, workload_of
+
+if TYPE_CHECKING:
+    from rkfac_lab.record import Run
+    from rkfac_lab.spectrum import FactorHistory
+
+# Okabe and Ito's colours, told apart with every common colour vision; given in order of first appearance.
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
+# A second cue beside colour, and what tells a ninth optimizer from the first.
+DASHES: tuple[Any, ...] = ("-", (0, (6, 2)), (0, (2, 1.2)), (0, (6, 2, 1.5, 2)))
+MARKERS = "osD^vP*X"
+INK = "#333333"
+SIDES = {"input": "input factor A", "output": "output factor Γ"}
+
+
+@dataclass(frozen=True)
+class Band:
+    """Median and range over seeds at each evaluation; `x` is the median of the seeds' abscissas there."""
+
+    x: np.ndarray
+    middle: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+
+
+def colour(position: int) -> str:
+    """Colour of the optimizer that appeared at this position."""
+    return PALETTE[position % len(PALETTE)]
+
+
+def band(runs: Sequence[Run], quantity: str, against: str) -> Band:
+    """Gather one quantity ("test_loss") of several seeds against another ("epoch", "train_seconds").
+
+    Seeds meet at equal epochs. An epoch counts only where all seeds that finished have it, so that a seed which
+    stopped early cannot bend the median; what a diverged seed measured before it broke takes part.
+    """
+    finished = [run for run in runs if run.summary.get("status") == "finished"] or list(runs)
+    measured = [{epoch["epoch"]: epoch for epoch in run.epochs if _usable(epoch, quantity)} for run in runs]
+    required = [set(points) for run, points in zip(runs, measured, strict=True) if run in finished]
+    shared = sorted(set.intersection(*required)) if required else []
+    columns = [[points[number] for points in measured if number in points] for number in shared]
+    values = [np.array([point[quantity] for point in column], dtype=float) for column in columns]
+    return Band(
+        x=np.array([np.median([point[against] for point in column]) for column in columns]),
+        middle=np.array([np.median(value) for value in values]),
+        low=np.array([value.min() for value in values]),
+        high=np.array([value.max() for value in values]),
+    )
+
+
+def curves(runs: Sequence[Run], title: str | None = None) -> Figure:
+    """Figure 2: metric, test loss and training loss (rows) against epochs and training seconds (columns)."""
+    metric, _ = main_metric(runs)
+    rows = [metric, *(loss for loss in ("test_loss", "train_loss") if loss != metric)]
+    rows = [row for row in rows if any(_usable(epoch, row) for run in runs for epoch in run.epochs)]
+    figure = _figure(11, 0.9 + 3.1 * max(len(rows), 1))
+    grid = figure.subplots(max(len(rows), 1), 2, squeeze=False, sharey="row", sharex="col")
+    groups = group_by_label(runs)
+    for row, quantity in enumerate(rows):
+        for column, against in enumerate(("epoch", "train_seconds")):
+            axes = grid[row][column]
+            for position, members in enumerate(groups.values()):
+                _draw_band(axes, band(members, quantity, against), position)
+            if quantity == metric:
+                for target in targets_of(runs):
+                    axes.axhline(target.value, color=INK, linewidth=0.8, linestyle=":", zorder=1)
+        _scale_values(grid[row], quantity, [epoch.get(quantity) for run in runs for epoch in run.epochs])
+        grid[row][0].set_ylabel(_axis_name(quantity))
+    grid[-1][0].set_xlabel("epoch")
+    grid[-1][1].set_xlabel("training time in seconds")
+    _scale_seconds(grid[-1][1], runs)
+    figure.suptitle(title or _title(runs), fontsize=12, color=INK)
+    _legend(figure, grid[0][0], list(groups))
+    return figure
+
+
+def spectra(histories: Sequence[FactorHistory], title: str) -> Figure:
+    """Figure 1: eigenvalues relative to the largest, one panel a factor, one curve a recorded step.
+
+    The dashed line lies 1.5 orders of magnitude below the largest eigenvalue, the dotted one at the number of
+    modes that Proposition 3.1 allows above it, where that is fewer than the factor has.
+    """
+    last_step = max([1, *(step for history in histories for step in history.steps)])
+    norm = SymLogNorm(linthresh=30, vmin=0, vmax=last_step)
+    shades = colormaps["viridis_r"]
+    rows = math.ceil(len(histories) / 2)
+    widest = max((history.width for history in histories), default=0)
+    figure = _figure(11, 0.9 + 3.0 * max(rows, 1))
+    grid = figure.subplots(max(rows, 1), 2, squeeze=False, sharey=True)
+    for axes, history in zip(grid.flat, histories, strict=False):
+        for step, values in zip(history.steps, history.eigenvalues, strict=True):
+            relative = np.asarray(values) / max(values[0], np.finfo(float).tiny)
+            axes.plot(np.arange(1, len(values) + 1), relative, color=shades(norm(step)), linewidth=1.1)
+        _decorate_spectrum(axes, history, logarithmic=widest > 400)
+    for axes in grid.flat[len(histories) :]:
+        axes.set_visible(False)
+    for axes in grid[:, 0]:
+        axes.set_ylabel("eigenvalue / largest")
+    for axes in grid[-1]:
+        axes.set_xlabel("mode")
+    bar = figure.colorbar(ScalarMappable(norm, shades), ax=grid, pad=0.02, aspect=40)
+    bar.set_label("step")
+    ticks = [tick for tick in (0, 30, 100, 300, 1000, 3000, 10000, 30000) if tick <= last_step]
+    bar.set_ticks(ticks, labels=[str(tick) for tick in ticks])
+    figure.suptitle(title, fontsize=12, color=INK)
+    return figure
+
+
+def modes_against_width(histories: Sequence[FactorHistory], title: str) -> Figure:
+    """How many eigenvalues of each factor are above a 33rd of the largest, against the factor's width."""
+    figure = _figure(7.5, 5.2)
+    axes = figure.subplots()
+    _frame(axes)
+    widths = np.array(sorted({history.width for history in histories}), dtype=float)
+    axes.plot(widths, widths, color=INK, linewidth=0.9, linestyle="--", label="every mode")
+    for position, side in enumerate(("input", "output")):
+        chosen = [history for history in histories if history.side == side]
+        style: dict[str, Any] = {"color": colour(position), "marker": MARKERS[position], "linestyle": "none"}
+        counts = [history.modes()[-1] for history in chosen]
+        axes.plot([h.width for h in chosen], counts, markersize=7, label=f"{SIDES[side]}, measured", **style)
+        bounds = [history.bound for history in chosen]
+        axes.plot(
+            [h.width for h in chosen], bounds, markersize=7, fillstyle="none", label=f"{SIDES[side]}, bound", **style
+        )
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_ylim(bottom=0.8)
+    for axis in (axes.xaxis, axes.yaxis):
+        _plain_ticks(axis, widths if axis is axes.xaxis else np.array([1.0, 1e3]))
+    axes.set_xlabel("width of the factor")
+    axes.set_ylabel("modes above largest / 33")
+    axes.legend(frameon=False, fontsize=9, loc="upper left")
+    figure.suptitle(title, fontsize=12, color=INK)
+    return figure
+
+
+def save(figure: Figure, stem: Path) -> tuple[Path, Path]:
+    """Write `stem`.png and `stem`.svg; the same figure gives the same bytes each time."""
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    png, svg = stem.with_name(stem.name + ".png"), stem.with_name(stem.name + ".svg")
+    figure.savefig(png, dpi=150, metadata={"Software": None})
+    figure.savefig(svg, metadata={"Date": None, "Creator": None})
+    return png, svg
+
+
+def _usable(epoch: dict[str, Any], quantity: str) -> bool:
+    value = epoch.get(quantity)
+    return value is not None and math.isfinite(value)
+
+
+def _figure(width: float, height: float) -> Figure:
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _draw_band(axes: Axes, data: Band, position: int) -> None:
+    shade = colour(position)
+    line: dict[str, Any] = {"color": shade, "linestyle": DASHES[position % len(DASHES)], "linewidth": 1.7}
+    lonely: dict[str, Any] = {"marker": MARKERS[position % len(MARKERS)], "markersize": 4} if len(data.x) == 1 else {}
+    axes.plot(data.x, data.middle, zorder=3, **line, **lonely)
+    if (data.high > data.low).any():
+        axes.fill_between(data.x, data.low, data.high, color=shade, alpha=0.15, linewidth=0, zorder=2)
+
+
+def _decorate_spectrum(axes: Axes, history: FactorHistory, logarithmic: bool) -> None:
+    _frame(axes)
+    axes.set_yscale("log")
+    axes.set_ylim(1e-6, 2)
+    axes.axhline(10**-1.5, color=INK, linewidth=1, linestyle="--")
+    if logarithmic:
+        axes.set_xscale("log")
+        _plain_ticks(axes.xaxis, np.array([1.0, history.width]))
+    if history.bound < history.width:
+        axes.axvline(history.bound, color=PALETTE[1], linewidth=1.2, linestyle=":")
+        bound = f"Proposition 3.1: at most {history.bound}"
+    else:
+        bound = f"Proposition 3.1 allows all {history.width}"
+    axes.set_title(f"{history.layer}, {SIDES[history.side]}, width {history.width}", fontsize=10, color=INK)
+    said = f"modes above largest / 33 at the end: {history.modes()[-1]}\n{bound}"
+    box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 2}
+    axes.text(0.02, 0.04, said, transform=axes.transAxes, ha="left", va="bottom", fontsize=8, color=INK, bbox=box)
+
+
+def _scale_values(row: Sequence[Axes], quantity: str, values: Sequence[float | None]) -> None:
+    usable = np.array([value for value in values if value is not None and math.isfinite(value)], dtype=float)
+    for axes in row:
+        _frame(axes)
+        if quantity.endswith("accuracy"):
+            _accuracy_scale(axes, usable)
+        elif usable.size and usable.min() > 0 and usable.max() > 3 * usable.min():
+            axes.set_yscale("log")
+            _plain_ticks(axes.yaxis, usable)
+
+
+def _accuracy_scale(axes: Axes, values: np.ndarray) -> None:
+    """Accuracy spaced as the logarithm of the error: 90, 99 and 99.9 per cent are equally far apart."""
+    floor = 1e-4
+
+    def forward(accuracy: Any) -> Any:
+        return -np.log10(np.maximum(1 - np.asarray(accuracy, dtype=float), floor))
+
+    def inverse(height: Any) -> Any:
+        return 1 - 10 ** -np.asarray(height, dtype=float)
+
+    axes.set_yscale(FuncScale(axes.yaxis, (forward, inverse)))
+    if not values.size:
+        return
+    low, high = float(values.min()), min(float(values.max()), 1 - floor)
+    margin = 0.05 * (forward(high) - forward(low)) + 0.01
+    axes.set_ylim(max(0.0, float(inverse(forward(low) - margin))), float(inverse(forward(high) + margin)))
+    axes.yaxis.set_major_locator(FixedLocator(_spaced(forward, low, high)))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.4g}%"))
+
+
+def _spaced(forward: Callable[[float], Any], low: float, high: float) -> list[float]:
+    """Round accuracies inside [low, high], the roundest first, none closer to another than a twelfth of the axis."""
+    wanted = (0.5, 0.9, 0.99, 0.95, 0.97, 0.8, 0.98, 0.7, 0.999, 0.3, 0.85, 0.92, 0.995, 0.94, 0.96, 0.1, 0.91, 0.93)
+    gap = float(forward(high) - forward(low)) / 12
+    kept: list[float] = []
+    for tick in wanted:
+        if low <= tick <= high and all(abs(float(forward(tick) - forward(other))) >= gap for other in kept):
+            kept.append(tick)
+    return sorted(kept)
+
+
+def _scale_seconds(axes: Axes, runs: Sequence[Run]) -> None:
+    """Logarithmic seconds when the slowest optimizer took so long that the others would be squeezed to the left."""
+    ends = [float(run.epochs[-1]["train_seconds"]) for run in runs if run.epochs]
+    starts = [float(run.epochs[0]["train_seconds"]) for run in runs if run.epochs]
+    if ends and min(starts) > 0 and max(ends) > 3 * min(ends):
+        axes.set_xscale("log")
+        _plain_ticks(axes.xaxis, np.array([min(starts), max(ends)]))
+
+
+def _plain_ticks(axis: Any, values: np.ndarray) -> None:
+    """Write 0.5 and 20 instead of powers of ten; label the 2s and 5s too when the range is short."""
+    short = values.max() < 300 * values.min()
+    plain = FuncFormatter(lambda value, _: f"{value:g}")
+
+    def some(value: float, _: Any) -> str:
+        leading = round(value / 10 ** math.floor(math.log10(value)), 6)
+        return f"{value:g}" if leading in (2, 5) else ""
+
+    axis.set_major_formatter(plain)
+    axis.set_minor_formatter(FuncFormatter(some) if short else NullFormatter())
+
+
+def _frame(axes: Axes) -> None:
+    axes.grid(True, color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=9, labelbottom=True)
+
+
+def _axis_name(quantity: str) -> str:
+    names = {"test_accuracy": "test accuracy", "test_loss": "test loss", "train_loss": "training loss"}
+    return names.get(quantity, metric_name(quantity))
+
+
+def _title(runs: Sequence[Run]) -> str:
+    workload = workload_of(runs[0]) if runs else ""
+    seeds = len({run.config.get("seed", run.summary.get("seed")) for run in runs})
+    return workload if seeds < 2 else f"{workload}: median over {seeds} seeds, band from the smallest to the largest"
+
+
+def _legend(figure: Figure, axes: Axes, labels: Sequence[str]) -> None:
+    lines = axes.get_lines()[: len(labels)]
+    if lines:
+        figure.legend(lines, labels, loc="outside lower center", ncols=6, frameon=False)

@@ -1,0 +1,163 @@
+"""Table 1 as text: for the terminal, as Markdown, CSV and JSON."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from rkfac_lab.tables import Spread, Table1, Target, ratios, reference_label
+
+
+def target_title(target: Target) -> str:
+    """Short form for headings, such as "acc ≥ 97%"."""
+    sign = "≥" if target.mode == "max" else "≤"
+    return f"{metric_name(target.metric)} {sign} {metric_value(target.metric, target.value)}"
+
+
+def metric_name(metric: str) -> str:
+    """Short readable name of a metric."""
+    return {"test_accuracy": "acc"}.get(metric, metric.replace("_", " "))
+
+
+def metric_value(metric: str, value: float) -> str:
+    """A metric's value as text: accuracies in per cent."""
+    return f"{100 * value:.4g}%" if metric.endswith("accuracy") else f"{value:.4g}"
+
+
+def to_markdown(table: Table1, reference: str | None = None) -> str:
+    """The table and the ratios as GitHub-flavoured Markdown."""
+    parts = [_markdown(*_cells(table))]
+    if len(table.rows) > 1:
+        parts.append(f"{_ratio_title(table, reference)}:")
+        parts.append(_markdown(*_ratio_cells(table, reference)))
+    return "\n\n".join(parts) + "\n"
+
+
+def to_rich(table: Table1, reference: str | None = None) -> list[RichTable]:
+    """The table and the ratios for the terminal; `notes` has what there is to say about single rows."""
+    bare = replace(table, rows=tuple(replace(row, notes="") for row in table.rows))
+    tables = [_rich(f"{table.workload}: mean ± standard deviation over the runs, times in seconds", *_cells(bare))]
+    if len(table.rows) > 1:
+        tables.append(_rich(_ratio_title(table, reference), *_ratio_cells(table, reference)))
+    return tables
+
+
+def notes(table: Table1) -> list[str]:
+    """One line for each row that had runs which diverged, failed or did not finish."""
+    return [f"{row.label}: {row.notes}" for row in table.rows if row.notes]
+
+
+def to_json(table: Table1, reference: str | None = None) -> dict[str, Any]:
+    """Everything as plain numbers, lists and dicts."""
+    plain = asdict(table)
+    plain["reference"] = reference or reference_label(table)
+    plain["ratios"] = [asdict(ratio) for ratio in ratios(table, reference)] if table.rows else []
+    return plain
+
+
+def to_csv(table: Table1) -> str:
+    """Raw numbers, one line an optimizer; empty where there is no number."""
+    header = ["optimizer", "runs"]
+    for target in table.targets:
+        stem = f"{target.metric}_{target.value:g}"
+        header += [f"{stem}_{name}" for name in ("hits", "seconds_mean", "seconds_std", "epochs_mean", "epochs_std")]
+    header += [
+        "epoch_seconds_mean",
+        "epoch_seconds_std",
+        f"best_{table.metric}_mean",
+        f"best_{table.metric}_std",
+        "notes",
+    ]
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(header)
+    for row in table.rows:
+        numbers: list[object] = [row.label, row.runs]
+        for result in row.targets:
+            numbers += [result.hits, *_pair(result.seconds), *_pair(result.epochs)]
+        writer.writerow([*numbers, *_pair(row.epoch_seconds), *_pair(row.best), row.notes])
+    return out.getvalue()
+
+
+def _pair(value: Spread | None) -> tuple[object, object]:
+    if value is None:
+        return "", ""
+    return value.mean, "" if value.std is None else value.std
+
+
+def _cells(table: Table1) -> tuple[list[str], list[list[str]]]:
+    header = ["optimizer", *(f"t({target_title(target)})" for target in table.targets), "t(epoch)"]
+    header += [f"hit {metric_value(target.metric, target.value)}" for target in table.targets]
+    last = table.targets[-1] if table.targets else None
+    if last:
+        header.append(f"epochs to {metric_value(last.metric, last.value)}")
+    header.append(f"best {metric_name(table.metric)}")
+    noted = any(row.notes for row in table.rows)
+    lines = []
+    for row in table.rows:
+        line = [row.label, *(_time(result.seconds) for result in row.targets), _time(row.epoch_seconds)]
+        line += [f"{result.hits} of {result.runs}" for result in row.targets]
+        if last:
+            line.append(_fixed(row.targets[-1].epochs, 1))
+        line.append(_best(table.metric, row.best))
+        lines.append([*line, row.notes] if noted else line)
+    return ([*header, "notes"] if noted else header), lines
+
+
+def _ratio_title(table: Table1, reference: str | None) -> str:
+    return f"Times divided by those of {reference or reference_label(table)} (below 1 is faster)"
+
+
+def _ratio_cells(table: Table1, reference: str | None) -> tuple[list[str], list[list[str]]]:
+    header = ["optimizer", *(f"t({target_title(target)})" for target in table.targets), "t(epoch)"]
+    lines = [
+        [ratio.label, *("-" if value is None else f"{value:.2f}" for value in (*ratio.targets, ratio.epoch_seconds))]
+        for ratio in ratios(table, reference)
+    ]
+    return header, lines
+
+
+def _time(value: Spread | None) -> str:
+    """Seconds with the decimals that matter at their size, so that fast and slow optimizers both read well."""
+    if value is None:
+        return "-"
+    return _fixed(value, 1 if value.mean >= 10 else 2 if value.mean >= 1 else 3)
+
+
+def _fixed(value: Spread | None, decimals: int) -> str:
+    if value is None:
+        return "-"
+    mean = f"{value.mean:.{decimals}f}"
+    return mean if value.std is None else f"{mean} ± {value.std:.{decimals}f}"
+
+
+def _best(metric: str, value: Spread | None) -> str:
+    if value is None:
+        return "-"
+    if not metric.endswith("accuracy"):
+        return _fixed(value, 1 if value.mean >= 100 else 2 if value.mean >= 1 else 4)
+    return _fixed(Spread(100 * value.mean, None if value.std is None else 100 * value.std, value.count), 2) + "%"
+
+
+def _markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    def join(cells: Iterable[str]) -> str:
+        return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+
+    rule = [" --- " if position == 0 or name == "notes" else " ---: " for position, name in enumerate(header)]
+    return "\n".join([join(header), f"|{'|'.join(rule)}|", *(join(line) for line in lines)])
+
+
+def _rich(title: str, header: Sequence[str], lines: Sequence[Sequence[str]]) -> RichTable:
+    table = RichTable(title=Text(title), title_justify="left")
+    for position, name in enumerate(header):
+        left = position == 0 or name == "notes"
+        table.add_column(Text(name), justify="left" if left else "right", no_wrap=position == 0)
+    for line in lines:
+        table.add_row(*(Text(cell) for cell in line))
+    return table

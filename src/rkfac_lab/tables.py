@@ -1,0 +1,235 @@
+"""The paper's Table 1 from run folders: pure functions from runs to numbers (`table_text` writes them down).
+
+Every "mean +- std" is the mean and the *sample* standard deviation (division by count - 1); with one value there
+is no standard deviation and only the mean is shown. Times to a target are taken over the runs that reached it,
+seconds per epoch over every whole epoch of every run, "5 of 10" counts all runs, those that diverged or failed included.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rkfac_lab.errors import LabError
+
+if TYPE_CHECKING:
+    from rkfac_lab.record import Run
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Mean and sample standard deviation (None with fewer than two values) of `count` values."""
+
+    mean: float
+    std: float | None
+    count: int
+
+
+@dataclass(frozen=True)
+class Target:
+    """A value of a metric that runs try to reach, from below (`mode` "max") or from above ("min")."""
+
+    metric: str
+    value: float
+    mode: str
+
+
+@dataclass(frozen=True)
+class TargetResult:
+    """How one optimizer's runs did against one target; times and epochs over the runs that hit."""
+
+    target: Target
+    hits: int
+    runs: int
+    seconds: Spread | None
+    epochs: Spread | None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A run that ended in an error before it could leave a summary."""
+
+    label: str
+    seed: int
+    message: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """One optimizer."""
+
+    label: str
+    runs: int
+    targets: tuple[TargetResult, ...]
+    epoch_seconds: Spread | None
+    best: Spread | None
+    notes: str
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """One row's times divided by the reference row's; below 1 is faster, None where either has no time."""
+
+    label: str
+    targets: tuple[float | None, ...]
+    epoch_seconds: float | None
+
+
+@dataclass(frozen=True)
+class Table1:
+    """One row an optimizer; `metric` and `mode` say what `best` measures."""
+
+    workload: str
+    metric: str
+    mode: str
+    targets: tuple[Target, ...]
+    rows: tuple[Row, ...]
+
+
+def spread(values: Iterable[float]) -> Spread | None:
+    """Mean and sample standard deviation of the finite values, or None if there are none."""
+    kept = [float(value) for value in values if math.isfinite(value)]
+    if not kept:
+        return None
+    return Spread(statistics.fmean(kept), statistics.stdev(kept) if len(kept) > 1 else None, len(kept))
+
+
+def label_of(run: Run) -> str:
+    """The name a run is shown under, also of a run that was killed before its first summary."""
+    summary, config = run.summary, run.config
+    return str(summary.get("label") or summary.get("optimizer") or config.get("label") or config["optimizer"]["name"])
+
+
+def workload_of(run: Run) -> str:
+    """The workload a run is of."""
+    return str(run.summary.get("workload") or run.config["workload"])
+
+
+def group_by_label(runs: Iterable[Run]) -> dict[str, list[Run]]:
+    """Runs of each label, in order of first appearance."""
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(label_of(run), []).append(run)
+    return groups
+
+
+def targets_of(runs: Iterable[Run]) -> tuple[Target, ...]:
+    """All targets the runs were given, from the easiest to the hardest."""
+    found = {
+        Target(str(entry["metric"]), float(entry["value"]), str(entry["mode"]))
+        for run in runs
+        for entry in run.summary.get("targets", [])
+    }
+    return tuple(sorted(found, key=lambda t: (t.metric, t.value if t.mode == "max" else -t.value)))
+
+
+def main_metric(runs: Sequence[Run]) -> tuple[str, str]:
+    """The metric a comparison is about and its better direction ("max", "min"): the targets', else accuracy or loss."""
+    targets = targets_of(runs)
+    if targets:
+        return targets[-1].metric, targets[-1].mode
+    measured = any(epoch.get("test_accuracy") is not None for run in runs for epoch in run.epochs)
+    return ("test_accuracy", "max") if measured else ("test_loss", "min")
+
+
+def metric_values(run: Run, metric: str) -> list[float]:
+    """The metric at every evaluation that measured it."""
+    return [float(epoch[metric]) for epoch in run.epochs if epoch.get(metric) is not None]
+
+
+def best_value(run: Run, metric: str, mode: str) -> float:
+    """Best finite value of a metric over a run, nan if there is none."""
+    values = [value for value in metric_values(run, metric) if math.isfinite(value)]
+    return (max(values) if mode == "max" else min(values)) if values else math.nan
+
+
+def table1(runs: Sequence[Run], failures: Sequence[Failure] = ()) -> Table1:
+    """Summarise the runs of one workload, one row a label."""
+    workloads = sorted({workload_of(run) for run in runs})
+    if len(workloads) > 1:
+        raise LabError(f"One table compares runs of one workload, but these are of {', '.join(workloads)}; choose one.")
+    metric, mode = main_metric(runs)
+    targets = targets_of(runs)
+    groups = group_by_label(runs)
+    for failure in failures:
+        groups.setdefault(failure.label, [])
+    rows = []
+    for label, members in groups.items():
+        failed = [failure for failure in failures if failure.label == label]
+        rows.append(_row(label, members, failed, targets, metric, mode))
+    return Table1(workloads[0] if workloads else "", metric, mode, targets, tuple(rows))
+
+
+def ratios(table: Table1, reference: str | None = None) -> tuple[Ratio, ...]:
+    """Each row's mean times divided by those of the row labelled `reference` (default: `reference_label`)."""
+    chosen = reference or reference_label(table)
+    base = next((row for row in table.rows if row.label == chosen), None)
+    if base is None:
+        known = ", ".join(row.label for row in table.rows)
+        raise LabError(f"There is no row '{chosen}' to compare the others with; the rows are {known}.")
+    return tuple(
+        Ratio(
+            row.label,
+            tuple(_quotient(mine.seconds, its.seconds) for mine, its in zip(row.targets, base.targets, strict=True)),
+            _quotient(row.epoch_seconds, base.epoch_seconds),
+        )
+        for row in table.rows
+    )
+
+
+def reference_label(table: Table1) -> str:
+    """The row the others are measured against: exact K-FAC if it has times, else the first row that has."""
+    timed = [row.label for row in table.rows if row.epoch_seconds] or [row.label for row in table.rows]
+    return "k-fac" if "k-fac" in timed else (timed[0] if timed else "")
+
+
+def _row(
+    label: str, runs: Sequence[Run], failed: Sequence[Failure], targets: Sequence[Target], metric: str, mode: str
+) -> Row:
+    count = len(runs) + len(failed)
+    return Row(
+        label=label,
+        runs=count,
+        targets=tuple(_target_result(target, runs, count) for target in targets),
+        epoch_seconds=spread(_epoch_seconds(runs)),
+        best=spread(best_value(run, metric, mode) for run in runs),
+        notes=_notes(runs, failed),
+    )
+
+
+def _epoch_seconds(runs: Sequence[Run]) -> list[float]:
+    """Seconds of every whole epoch; one cut short by the budget would look fast."""
+    return [float(e["epoch_seconds"]) for run in runs for e in run.epochs if not e.get("partial")]
+
+
+def _target_result(target: Target, runs: Sequence[Run], count: int) -> TargetResult:
+    reached = [
+        entry
+        for run in runs
+        for entry in run.summary.get("targets", [])
+        if entry.get("reached")
+        and (entry["metric"], float(entry["value"]), entry["mode"]) == (target.metric, target.value, target.mode)
+    ]
+    seconds = spread(float(entry["seconds"]) for entry in reached)
+    epochs = spread(float(entry["epoch"]) for entry in reached)
+    return TargetResult(target, len(reached), count, seconds, epochs)
+
+
+def _notes(runs: Sequence[Run], failed: Sequence[Failure]) -> str:
+    said = []
+    for status in ("diverged", "interrupted", "running"):
+        count = sum(run.summary.get("status", "running") == status for run in runs)
+        if count:
+            said.append(f"{count} {'unfinished' if status == 'running' else status}")
+    if failed:
+        said.append(f"{len(failed)} failed: {failed[0].message}")
+    return "; ".join(said)
+
+
+def _quotient(mine: Spread | None, its: Spread | None) -> float | None:
+    if mine is None or its is None or its.mean == 0:
+        return None
+    return mine.mean / its.mean

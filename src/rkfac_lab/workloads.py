@@ -1,0 +1,269 @@
+"""Workloads: model, data, loss, targets, budget and each optimizer's default settings, under one name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from . import models
+from .data import Dataset, Sources
+from .data.augment import crop_and_flip
+from .data.cifar import cifar10
+from .data.digits import digits
+from .data.idx import fashion_mnist
+from .data.text import CONTEXT, text
+from .errors import unknown
+
+Prepare = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A goal whose first crossing is timed."""
+
+    metric: str
+    value: float
+    mode: Literal["max", "min"]
+
+    def reached(self, value: float | None) -> bool:
+        """Whether a measured value meets the goal."""
+        if value is None:
+            return False
+        return value >= self.value if self.mode == "max" else value <= self.value
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One problem, the same for every optimizer that is compared on it."""
+
+    name: str
+    about: str
+    model: Callable[[Dataset], nn.Module]
+    data: Callable[[Sources], Dataset]
+    batch_size: int
+    epochs: int
+    loss: Loss  # mean over samples
+    targets: tuple[Target, ...]
+    prepare: Prepare = lambda x, y: (x, y)  # stored tensors of a batch -> input and target of the model
+    metrics: Mapping[str, Loss] = field(default_factory=dict)  # "test_..." -> mean over samples
+    augment: Callable[[Tensor, torch.Generator], Tensor] | None = None
+    channels_last: bool = False
+    threads: int | None = None  # None: torch's own choice; tiny layers are fastest with one
+    defaults: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # optimizer -> constructor arguments
+    lr_decay: Mapping[int, float] = field(default_factory=dict)  # first epoch -> factor on any optimizer's lr
+
+
+WORKLOADS: dict[str, Workload] = {}
+
+
+def register(workload: Workload) -> Workload:
+    """Make a workload known by its name."""
+    WORKLOADS[workload.name] = workload
+    return workload
+
+
+def find(name: str) -> Workload:
+    """The workload called `name`."""
+    if name not in WORKLOADS:
+        raise unknown("workload", name, WORKLOADS)
+    return WORKLOADS[name]
+
+
+# --- losses, metrics and batch preparation ---------------------------------------------------------------------------
+
+
+def accuracy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Share of samples whose largest logit is the label's."""
+    return (logits.argmax(1) == labels).float().mean()
+
+
+def pixel_likelihood(logits: Tensor, pixels: Tensor) -> Tensor:
+    """Bernoulli negative log-likelihood, summed over pixels, mean over samples."""
+    return F.binary_cross_entropy_with_logits(logits, pixels, reduction="none").sum(1).mean()
+
+
+def reconstruction_error(logits: Tensor, pixels: Tensor) -> Tensor:
+    """Squared error of the reconstructed pixels, summed over pixels, mean over samples."""
+    return (logits.sigmoid() - pixels).square().sum(1).mean()
+
+
+def next_character_loss(logits: Tensor, symbols: Tensor) -> Tensor:
+    """Cross entropy in nats, mean over samples and positions."""
+    return F.cross_entropy(logits.flatten(0, 1), symbols.flatten())
+
+
+def _unit_pixels(images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    return images.flatten(1).float() / 255, labels
+
+
+def _pixels_as_target(images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    pixels, _ = _unit_pixels(images, labels)
+    return pixels, pixels
+
+
+CIFAR_MEAN = (0.4914, 0.4822, 0.4465)
+CIFAR_STD = (0.2023, 0.1994, 0.2010)
+
+
+def _normalised(images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    mean = torch.tensor(CIFAR_MEAN, device=images.device).view(3, 1, 1)
+    std = torch.tensor(CIFAR_STD, device=images.device).view(3, 1, 1)
+    return (images.float() / 255 - mean) / std, labels
+
+
+def _accuracy_targets(*values: float) -> tuple[Target, ...]:
+    return tuple(Target("test_accuracy", value, "max") for value in values)
+
+
+# --- the workloads ---------------------------------------------------------------------------------------------------
+
+
+def _kfac_family(**arguments: Any) -> dict[str, dict[str, Any]]:
+    """The same settings for the three K-FACs, so that they differ in their decomposition alone."""
+    return {name: dict(arguments) for name in ("k-fac", "rs-kfac", "sre-kfac")}
+
+
+register(
+    Workload(
+        name="digits-mlp",
+        about="8x8 handwritten digits (embedded), 64-256-256-10",
+        model=lambda data: models.build("mlp", sizes=(64, 256, 256, data.classes)),
+        data=digits,
+        batch_size=128,
+        epochs=30,
+        loss=F.cross_entropy,
+        metrics={"test_accuracy": accuracy},
+        targets=_accuracy_targets(0.95, 0.97, 0.98),
+        threads=1,
+        defaults={
+            **_kfac_family(lr=0.1, damping=0.1, factor_every=1, inverse_every=5),
+            "sgd": {"lr": 0.1, "momentum": 0.9},
+            "adamw": {"lr": 3e-3},
+            "muon": {"lr": 3e-3},
+            "soap": {"lr": 3e-3},
+            "shampoo": {"lr": 0.1, "momentum": 0.9, "preconditioning_compute_steps": 10},
+        },
+    )
+)
+
+register(
+    Workload(
+        name="fashion-autoencoder",
+        about="Fashion-MNIST, deep autoencoder 784-1000-500-250-30 and back",
+        model=lambda data: models.build("autoencoder"),
+        data=fashion_mnist,
+        batch_size=500,
+        epochs=20,
+        loss=pixel_likelihood,
+        prepare=_pixels_as_target,
+        metrics={"test_error": reconstruction_error},
+        targets=tuple(Target("test_error", value, "min") for value in (12.0, 10.0, 8.0)),
+        defaults={
+            **_kfac_family(lr=0.1, damping=0.1, factor_every=5, inverse_every=20),
+            "sgd": {"lr": 0.003, "momentum": 0.9},
+            "adamw": {"lr": 1e-3},
+            "muon": {"lr": 1e-3},
+            "soap": {"lr": 1e-3},
+            "shampoo": {"lr": 0.01, "momentum": 0.9, "preconditioning_compute_steps": 20},
+        },
+    )
+)
+
+register(
+    Workload(
+        name="fashion-widemlp",
+        about="Fashion-MNIST, 784-4096-4096-10, where exact K-FAC hurts",
+        model=lambda data: models.build("mlp", sizes=(784, 4096, 4096, data.classes)),
+        data=fashion_mnist,
+        batch_size=256,
+        epochs=10,
+        loss=F.cross_entropy,
+        prepare=_unit_pixels,
+        metrics={"test_accuracy": accuracy},
+        targets=_accuracy_targets(0.85, 0.88, 0.89),
+        defaults={
+            **_kfac_family(lr=0.1, damping=0.1, factor_every=10, inverse_every=50),
+            "sgd": {"lr": 0.05, "momentum": 0.9},
+            "adamw": {"lr": 3e-4},
+            "muon": {"lr": 1e-3},
+            "soap": {"lr": 1e-3, "max_precondition_dim": 1024},
+            "shampoo": {"lr": 0.01, "momentum": 0.9, "preconditioning_compute_steps": 100},
+        },
+        lr_decay={7: 0.1},
+    )
+)
+
+_CIFAR_DEFAULTS: dict[str, dict[str, Any]] = {
+    **_kfac_family(lr=0.1, damping=0.1, factor_every=10, inverse_every=50, weight_decay=7e-4),
+    "sgd": {"lr": 0.05, "momentum": 0.9, "weight_decay": 5e-4, "nesterov": True},
+    "adamw": {"lr": 1e-3, "weight_decay": 0.05},
+    "muon": {"lr": 1e-3, "weight_decay": 0.05},
+    "soap": {"lr": 1e-3, "weight_decay": 0.05},
+    "shampoo": {"lr": 0.05, "momentum": 0.9, "weight_decay": 5e-4, "preconditioning_compute_steps": 50},
+}
+
+register(
+    Workload(
+        name="cifar10-vgg16bn",
+        about="CIFAR-10, VGG16_bn with 14,990,922 parameters: the paper's experiment",
+        model=lambda data: models.build("vgg16bn", classes=data.classes),
+        data=cifar10,
+        batch_size=256,
+        epochs=50,
+        loss=F.cross_entropy,
+        prepare=_normalised,
+        metrics={"test_accuracy": accuracy},
+        targets=_accuracy_targets(0.90, 0.915, 0.92),
+        augment=crop_and_flip,
+        channels_last=True,
+        defaults=_CIFAR_DEFAULTS,
+        lr_decay={13: 0.3, 18: 0.1, 27: 0.03, 40: 0.01},
+    )
+)
+
+register(
+    Workload(
+        name="cifar10-vgg-small",
+        about="CIFAR-10, VGG16_bn at a quarter of the width",
+        model=lambda data: models.build("vgg16bn", width=0.25, classes=data.classes),
+        data=cifar10,
+        batch_size=256,
+        epochs=20,
+        loss=F.cross_entropy,
+        prepare=_normalised,
+        metrics={"test_accuracy": accuracy},
+        targets=_accuracy_targets(0.70, 0.80, 0.85),
+        augment=crop_and_flip,
+        channels_last=True,
+        defaults=_CIFAR_DEFAULTS,
+        lr_decay={11: 0.3, 15: 0.1, 18: 0.03},
+    )
+)
+
+register(
+    Workload(
+        name="text-transformer",
+        about="next character of Python's own source, or of --set text_file=PATH; 2 blocks of width 128",
+        model=lambda data: models.build("transformer", vocabulary=data.classes, context=CONTEXT),
+        data=text,
+        batch_size=64,
+        epochs=10,
+        loss=next_character_loss,
+        targets=tuple(Target("test_loss", value, "min") for value in (2.2, 2.0, 1.8)),
+        defaults={
+            **_kfac_family(lr=0.1, damping=0.1, factor_every=5, inverse_every=20),
+            "sgd": {"lr": 0.1, "momentum": 0.9},
+            "adamw": {"lr": 3e-3},
+            "muon": {"lr": 3e-3},
+            "soap": {"lr": 3e-3},
+            "shampoo": {"lr": 0.1, "momentum": 0.9, "preconditioning_compute_steps": 20},
+        },
+        lr_decay={8: 0.1},
+    )
+)

@@ -1,0 +1,128 @@
+"""Chromium, words for what a test does with the HTML page in it, and runs whose page is known by heart."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from selenium import webdriver
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.by import By
+from selenium.webdriver.remote.webelement import WebElement
+from selenium.webdriver.support.ui import Select
+
+from rkfac_lab.record import Run
+
+from .handmade import make_run
+
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+FLAGS = (
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    "--disable-component-update --disable-sync --window-size=1280,1000"
+)
+
+
+def start_chromium(profile: Path) -> webdriver.Chrome:
+    """A fresh headless browser that keeps its console; the driver's path is given, so that nothing is downloaded."""
+    options = webdriver.ChromeOptions()
+    options.binary_location = str(CHROMIUM)
+    for flag in FLAGS.split():
+        options.add_argument(flag)
+    options.add_argument(f"--user-data-dir={profile}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    return webdriver.Chrome(options=options, service=Service(executable_path=DRIVER))
+
+
+class Page:
+    """A page in the browser, and short words for what tests do with it."""
+
+    def __init__(self, browser: webdriver.Chrome) -> None:
+        self.browser = browser
+
+    def all(self, selector: str) -> list[WebElement]:
+        return self.browser.find_elements(By.CSS_SELECTOR, selector)
+
+    def one(self, selector: str) -> WebElement:
+        [found] = self.all(selector)
+        return found
+
+    def texts(self, selector: str) -> list[str]:
+        return [str(found.get_attribute("textContent")) for found in self.all(selector)]
+
+    def click(self, selector: str) -> None:
+        # A click of the mouse, not of a script: it fails when something lies over the button.
+        found = self.one(selector)
+        self.browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", found)
+        found.click()
+
+    def press(self, name: str, value: str) -> None:
+        self.click(f"[aria-label='{name}'] [data-value='{value}']")
+
+    def curves(self, within: str = "#curves") -> dict[str, str]:
+        found = self.all(f"{within} path.curve")
+        return {str(path.get_attribute("data-name")): str(path.get_attribute("d")) for path in found}
+
+    def column(self, number: int) -> list[str]:
+        return self.texts(f"#table tbody td:nth-child({number})")
+
+    def ticks(self) -> list[str]:
+        return self.texts("#curves .axes text[text-anchor=end]")
+
+    def choose(self, selector: str, text: str) -> None:
+        Select(self.one(selector)).select_by_visible_text(text)
+
+    def shown_values(self) -> dict[str, str]:
+        names = self.texts("#curves .tip:not([hidden]) .row > span:nth-child(2)")
+        return dict(zip(names, self.texts("#curves .tip:not([hidden]) .row b"), strict=True))
+
+
+def layer(name: str, epoch: int, **other: Any) -> dict[str, Any]:
+    sizes = {"kind": "Linear", "input_dim": 65, "output_dim": 32, "rank_input": 10 * epoch, "rank_output": 5 * epoch}
+    shares = {
+        "captured_input": 0.9,
+        "captured_output": 1 - 0.1 / epoch,
+        "damping_input": 0.1 / epoch,
+        "damping_output": 0.01,
+    }
+    seconds = {"statistics": 0.1 * epoch, "refresh": 0.3 * epoch, "apply": 0.2 * epoch}
+    rest = {"clip": 0.5, "bytes": {"factors": 4000, "basis": 1000}, "failures": 0, "seconds": seconds}
+    return {"name": name, "covered": True, "reason": "", **sizes, **shares, **rest, **other}
+
+
+def records(names: Sequence[str], epochs: int) -> list[dict[str, Any]]:
+    def uncovered(epoch: int) -> dict[str, Any]:
+        nothing = dict.fromkeys(layer("", 1))
+        return {**nothing, "name": "norm", "kind": "LayerNorm", "covered": False, "reason": "the pattern excludes it"}
+
+    return [
+        {
+            "kind": "layers",
+            "epoch": epoch,
+            "train_seconds": 2.0 * epoch,
+            "layers": [
+                *(layer(name, epoch, rank_input=(place + 1) * 10 * epoch) for place, name in enumerate(names)),
+                uncovered(epoch),
+            ],
+        }
+        for epoch in range(1, epochs + 1)
+    ]
+
+
+def comparison() -> list[Run]:
+    """Three optimizers, two seeds: k-fac is good and slow, sgd never reaches the second target."""
+    runs = []
+    for seed in (1, 2):
+        shift = 0.01 * seed
+        kfac = make_run(
+            "k-fac", seed, accuracies=(0.7 + shift, 0.9, 0.96 + shift), epoch_seconds=(2, 2, 2), targets=(0.8, 0.95)
+        )
+        runs.append(replace(kfac, layers=records(("first", "second"), 3)))
+        runs.append(
+            make_run("sgd", seed, accuracies=(0.3, 0.6 + shift, 0.85), epoch_seconds=(1, 1, 1), targets=(0.8, 0.95))
+        )
+        fast = (0.5, 0.85, 0.95 + shift)
+        runs.append(make_run("adamw", seed, accuracies=fast, epoch_seconds=(0.5, 0.5, 0.5), targets=(0.8, 0.95)))
+    return runs

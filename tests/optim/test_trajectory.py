@@ -1,0 +1,81 @@
+"""Thirty steps of the paper's preset against an independent NumPy implementation of Algorithms 1, 4 and 5."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from oracles import numpy_kfac
+from torch import nn
+
+import rkfac
+
+STEPS = 30
+OPTIMIZERS = {"exact": rkfac.KFAC, "rsvd": rkfac.RSKFAC, "srevd": rkfac.SREKFAC}
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [
+        nn.Conv2d(2, 4, 3, padding=1),
+        nn.ReLU(inplace=True),
+        nn.Flatten(),
+        nn.Linear(64, 9),
+        nn.ReLU(),
+        nn.Linear(9, 3),
+    ]
+    return nn.Sequential(*layers).double()
+
+
+def batches() -> list[tuple[np.ndarray, np.ndarray]]:
+    rng = np.random.default_rng(0)
+    return [
+        (rng.standard_normal((n, 2, 4, 4)), rng.integers(0, 3, n))
+        for n in itertools.islice(itertools.cycle((12, 12, 7)), STEPS)
+    ]
+
+
+@pytest.mark.parametrize("method", OPTIMIZERS)
+@pytest.mark.parametrize("rule", ["factored", "product"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"factor_every": 2, "inverse_every": 6, "weight_decay_from": 10, "rank": 5, "oversampling": 2}],
+    ids=["section 5 as it stands", "short periods, low rank"],
+)
+def test_thirty_steps_agree_with_numpy(method: str, rule: str, changes: dict[str, Any]) -> None:
+    model, data = network(), batches()
+    keywords = {**rkfac.paper_defaults(), "damping_rule": rule, **changes}
+    optimizer = OPTIMIZERS[method](model, **keywords, generator=torch.Generator().manual_seed(5))
+    start = [(m.weight.detach().numpy().copy(), m.bias.detach().numpy().copy()) for m in model if hasattr(m, "weight")]
+
+    source = torch.Generator().manual_seed(5)
+    history, losses = numpy_kfac.train(
+        start,
+        data,
+        method=method,
+        damping_rule="factor" if rule == "factored" else "product",
+        draw=lambda d, p: torch.randn(d, p, dtype=torch.float64, generator=source).numpy(),
+        learning_rate=keywords["lr"],
+        kappa=keywords["damping"],
+        rho=keywords["factor_decay"],
+        factor_period=keywords["factor_every"],
+        inverse_period=keywords["inverse_every"],
+        rank=keywords["rank"],
+        oversampling=keywords["oversampling"],
+        power_iterations=keywords["power_iterations"],
+        clip=keywords["update_clip"],
+        weight_decay=keywords["weight_decay"],
+        weight_decay_start=keywords["weight_decay_from"],
+    )
+    for step, (images, labels) in enumerate(data):
+        loss = nn.functional.cross_entropy(model(torch.from_numpy(images)), torch.from_numpy(labels))
+        assert loss.item() == pytest.approx(losses[step], abs=1e-8)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        for (weight, bias), layer in zip(history[step], [m for m in model if hasattr(m, "weight")], strict=True):
+            np.testing.assert_allclose(layer.weight.detach().numpy(), weight, rtol=0, atol=1e-8)
+            np.testing.assert_allclose(layer.bias.detach().numpy(), bias, rtol=0, atol=1e-8)
