@@ -192,6 +192,32 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
+@bench.command("step")
+def bench_step(
+    problems: Annotated[str, typer.Option(help="mlp, vgg16bn, vgg-small; comma-separated.")] = "mlp,vgg16bn",
+    optimizers: Annotated[str, typer.Option(help="Substrings of contestants' names, comma-separated; all if empty.")] = "",
+    rounds: Annotated[int | None, typer.Option(min=1, help="Interleaved rounds; by problem if not given.")] = None,
+    out: Annotated[Path, typer.Option(help="Where the JSON goes.")] = Path("runs/bench-step.json"),
+) -> None:
+    """Seconds a step, amortised over statistics and inverses, as ratios to torch's SGD."""
+    from rkfac_lab.bench import step
+
+    console = Console()
+    names = problems.split(",")
+    unknown = [name for name in names if name not in step.PROBLEMS]
+    if unknown:
+        raise LabError(f"no benchmark problem is called {unknown[0]!r}; there are {', '.join(step.PROBLEMS)}")
+    wanted = [part for part in optimizers.split(",") if part]
+    everyone = step.contestants()
+    chosen = {n: b for n, b in everyone.items() if n == "SGD" or not wanted or any(part in n for part in wanted)}
+    results = []
+    with console.status("stepping") as status:
+        for name in names:
+            results += step.run(step.PROBLEMS[name], chosen, rounds, status.update)
+    console.print(step.table(results))
+    _write_json(step.as_json(results), out, console)
+
+
 def _write_json(content: dict[str, Any], path: Path, console: Console) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=2) + "\n")

@@ -111,7 +111,7 @@ def spectra(histories: Sequence[FactorHistory], title: str) -> Figure:
     shades = colormaps["viridis_r"]
     rows = math.ceil(len(histories) / 2)
     widest = max((history.width for history in histories), default=0)
-    figure = _figure(11, 0.9 + 3.0 * max(rows, 1))
+    figure = _figure(11, 0.9 + 3.2 * max(rows, 1))
     grid = figure.subplots(max(rows, 1), 2, squeeze=False, sharey=True)
     for axes, history in zip(grid.flat, histories, strict=False):
         for step, values in zip(history.steps, history.eigenvalues, strict=True):
@@ -197,15 +197,14 @@ def _decorate_spectrum(axes: Axes, history: FactorHistory, logarithmic: bool) ->
     if logarithmic:
         axes.set_xscale("log")
         _plain_ticks(axes.xaxis, np.array([1.0, history.width]))
+    bound = f"allows all {history.width}"
     if history.bound < history.width:
         axes.axvline(history.bound, color=PALETTE[1], linewidth=1.2, linestyle=":")
-        bound = f"Proposition 3.1: at most {history.bound}"
-    else:
-        bound = f"Proposition 3.1 allows all {history.width}"
-    axes.set_title(f"{history.layer}, {SIDES[history.side]}, width {history.width}", fontsize=10, color=INK)
-    said = f"modes above largest / 33 at the end: {history.modes()[-1]}\n{bound}"
-    box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 2}
-    axes.text(0.02, 0.04, said, transform=axes.transAxes, ha="left", va="bottom", fontsize=8, color=INK, bbox=box)
+        bound = f"allows {history.bound}"
+    said = f"above largest / 33 at the end: {history.modes()[-1]} modes (Proposition 3.1 {bound})"
+    axes.set_title(said, fontsize=8.5, color=INK, loc="left")
+    name = f"{history.layer}: {SIDES[history.side]}, width {history.width}"
+    axes.text(0, 1.12, name, transform=axes.transAxes, fontsize=10.5, color=INK, weight="bold")
 
 
 def _scale_values(row: Sequence[Axes], quantity: str, values: Sequence[float | None]) -> None:

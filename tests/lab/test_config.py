@@ -9,7 +9,7 @@ import types
 import pytest
 import torch
 
-from rkfac_lab import config, schedules
+from rkfac_lab import config, optimizers, schedules
 from rkfac_lab.errors import LabError
 from rkfac_lab.workloads import WORKLOADS, find
 
@@ -149,6 +149,18 @@ def test_paper_preset_starts_from_rkfacs_own_defaults(monkeypatch):
     assert resolved.optimizer.arguments["damping_rule"] == "factored"
     assert resolved.optimizer.arguments["lr"] == 0.3
     assert resolved.schedule == config.load("paper-rs-kfac").schedule
+
+
+@pytest.mark.parametrize("name", ["k-fac", "rs-kfac", "sre-kfac"])
+def test_shipped_configurations_build_their_optimizer(name):
+    resolved = config.resolve(config.load(f"paper-{name}"))
+    assert config.from_dict(resolved.to_dict()).to_dict() == resolved.to_dict()
+    model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.ReLU(), torch.nn.Linear(4, 3))
+    optimizer = optimizers.build(name, model, resolved.optimizer.arguments, seed=0)
+    for epoch in range(1, 51):
+        schedules.apply(optimizer, resolved.schedule, epoch)
+        for key in resolved.schedule:
+            assert optimizer.param_groups[0][key] == pytest.approx(paper(epoch)[key], abs=1e-12)
 
 
 def test_every_workload_can_be_resolved():

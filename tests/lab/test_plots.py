@@ -92,7 +92,7 @@ def test_spectra_are_relative_with_the_line_and_the_bound():
     assert left.get_lines()[2].get_ydata()[0] == pytest.approx(10**-1.5)
     assert left.get_lines()[3].get_xdata()[0] == 4  # the bound bites
     assert len(right.get_lines()) == 2  # here it does not, and no line is drawn
-    assert "at the end: 2" in left.texts[0].get_text()
+    assert "at the end: 2 modes (Proposition 3.1 allows 4)" in left.get_title(loc="left")
 
 
 def test_modes_against_width_puts_counts_over_widths():

@@ -148,15 +148,30 @@ def test_a_run_is_recorded_drawn_and_written(tmp_path):
     assert recorder.step == before
 
 
+class Interrupting(KnownSpectra):
+    """Stops as Ctrl-C does, after its second step."""
+
+    def step(self, closure=None):
+        if self.taken == 2:
+            raise KeyboardInterrupt
+        self.taken += 1
+
+
+def test_an_interrupted_run_shows_what_it_has_seen(tmp_path):
+    config = from_dict({"optimizer": {"name": f"{__name__}:Interrupting"}, "max_steps": 8})
+    recorder = spectrum.run(config, tmp_path, spectrum.Recording(1, 1, 1), ["second"])
+    assert recorder.chosen["second", "input"].steps == [0, 1]
+
+
 def test_short_runs_update_the_factors_more_often_than_the_papers_thirty():
     assert [spectrum.statistics_period(steps) for steps in (1, 1350, 13720)] == [1, 3, 30]
 
 
-def test_the_papers_settings_with_both_periods_equal():
-    config = spectrum.paper_config("digits-mlp", 100, 3, ["optimizer.arguments.damping=0.2"], seed=4, data_dir=None)
+def test_the_papers_settings_with_statistics_more_often():
+    config = spectrum.paper_config("digits-mlp", 100, 2, ["optimizer.arguments.damping=0.2"], seed=4, data_dir=None)
     assert (config.optimizer.name, config.optimizer.preset, config.seed) == ("k-fac", "paper", 4)
     arguments = config.optimizer.arguments
-    assert (arguments["factor_every"], arguments["inverse_every"], arguments["damping"]) == (3, 3, 0.2)
+    assert (arguments["factor_every"], arguments["inverse_every"], arguments["damping"]) == (2, 30, 0.2)
     # 1400 samples in batches of 128 are 11 steps an epoch, so a hundred steps need ten epochs
     assert (config.max_steps, config.batch_size, config.epochs) == (100, 128, 10)
 

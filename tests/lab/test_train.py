@@ -100,7 +100,7 @@ def test_same_seed_same_numbers_other_seed_other_numbers(tmp_path):
     assert numbers(runs[0]) != numbers(runs[2])
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "muon", "soap"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "muon", "soap", "k-fac", "rs-kfac", "sre-kfac"])
 @pytest.mark.parametrize("settings", [(), ("checkpoint_seconds=0",)], ids=["epoch ends", "every step"])
 def test_interrupted_in_the_middle_of_an_epoch_then_resumed(tmp_path, optimizer, settings):
     whole = train.run(configuration(*settings, optimizer=optimizer), tmp_path / "whole")
@@ -125,7 +125,9 @@ def test_dropout_batchnorm_and_augmentation_resume_too(tmp_path, monkeypatch):
         model=lambda found: workloads.models.build("vgg16bn", width=0.0625, classes=10),
     )
     monkeypatch.setitem(workloads.WORKLOADS, small.name, small)
-    chosen = config.load(small.name, ["optimizer.name=sgd", "epochs=2", "batch_size=8", "checkpoint_seconds=0"])
+    chosen = config.load(
+        small.name, ["optimizer.name=sgd", "epochs=2", "batch_size=8", "checkpoint_seconds=0", "threads=1"]
+    )
     whole = train.run(chosen, tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
         train.run(chosen, tmp_path / "cut", progress=InterruptAt(3))
@@ -229,7 +231,7 @@ def test_evaluate_every_other_epoch_and_the_last(tmp_path):
 
 def test_schedule_is_in_force_and_recorded(tmp_path):
     run = train.run(configuration("schedule.lr.2=0.001", "schedule.lr.3=0", optimizer="sgd", epochs=4), tmp_path / "r")
-    assert [line["lr"] for line in run.epochs] == [0.1, 0.001, 0, 0]
+    assert [line["lr"] for line in run.epochs] == [0.3, 0.001, 0, 0]
     assert run.epochs[2]["test_loss"] == run.epochs[3]["test_loss"]
     assert run.epochs[0]["test_loss"] != run.epochs[1]["test_loss"]
 

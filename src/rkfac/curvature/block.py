@@ -86,6 +86,7 @@ class Block(ABC):
         self.version = 0  # of the basis: cached inverses belong to one version and one damping
         self._passes: list[Pass] = []
         self._rows = 0
+        self._tokens = 0
 
     @property
     def weight(self) -> nn.Parameter:
@@ -111,10 +112,23 @@ class Block(ABC):
 
     def observe(self, x: Tensor, g: Tensor, one_pass: Pass) -> None:
         """Collect the statistics of one call of the layer."""
+        if g.numel() == 0 or torch._C._are_functorch_transforms_active():
+            return  # an expert no token was sent to; somebody's vmap(grad(...)), which is no training step
         with self.timed("statistics"), torch.no_grad():
+            self.adjust()  # first of all: it may drop what is pending
             if all(seen is not one_pass for seen in self._passes):
                 self._passes.append(one_pass)
             self._rows += self.collect(x, g)
+            self._tokens += g.numel() // self.width
+
+    @property
+    @abstractmethod
+    def width(self) -> int:
+        """Entries of the layer's output at one position."""
+
+    @abstractmethod
+    def adjust(self) -> None:
+        """Start anew if the set of trained parameters changed."""
 
     @abstractmethod
     def collect(self, x: Tensor, g: Tensor) -> int:
@@ -128,7 +142,7 @@ class Block(ABC):
     def discard(self) -> None:
         """Drop what is pending."""
         self._passes.clear()
-        self._rows = 0
+        self._rows = self._tokens = 0
 
     def scales(self, loss_scale: Tensor | None) -> tuple[Tensor | float, Tensor | float]:
         """What turns the raw sums of a a^T and g g^T into factors, whatever the loss averaged over.
@@ -144,7 +158,7 @@ class Block(ABC):
     def samples(self) -> int:
         """N: what the loss averages over."""
         if self.settings.loss_average == "tokens" and not self.settings.sampled:
-            return self._rows
+            return self._tokens  # not rows: those of norms and of weight_sharing="reduce" are whole samples
         return sum(p.samples for p in self._passes) or self._rows
 
     def gradient_scale(self, positions: float, loss_scale: Tensor | None) -> Tensor | float:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar, cast
@@ -53,7 +54,6 @@ class Capture:
     def __init__(
         self,
         model: nn.Module,
-        observers: Mapping[nn.Module, Observer],
         likelihood: Likelihood | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
@@ -62,14 +62,15 @@ class Capture:
         self.generator = generator
         self._pass: Pass | None = None
         self._warned = False
+        self._unread = ""  # what the model returned instead of logits since the last step
         self._handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(_RootHook(self, "begin"), with_kwargs=True),
             model.register_forward_hook(_RootHook(self, "end"), with_kwargs=True),
         ]
-        self._handles += [
-            module.register_forward_hook(_LayerHook(self, observer), with_kwargs=True)
-            for module, observer in observers.items()
-        ]
+
+    def attach(self, module: nn.Module, observer: Observer) -> None:
+        """Watch a layer from now on."""
+        self._handles.append(module.register_forward_hook(_LayerHook(self, observer), with_kwargs=True))
 
     def close(self) -> None:
         """Remove every hook."""
@@ -88,26 +89,35 @@ class Capture:
     def end(self, output: Any) -> None:
         """The model's output is known: with a likelihood, draw targets and send their gradients back."""
         if self.likelihood is not None and torch.is_grad_enabled() and self._pass is not None and self._pass.calls:
-            if not isinstance(output, Tensor):
-                raise TypeError(
-                    f"fisher='mc' reads the model's output as logits, but it returned {type(output).__name__}: "
-                    "call optimizer.sample_fisher(logits) after each forward instead"
-                )
-            self.sample(output)
+            if isinstance(output, Tensor):
+                self.sample(output)
+            else:
+                self._unread = type(output).__name__
 
     def sample(self, output: Tensor) -> None:
         """Draw targets from the model's distribution and collect the gradients they cause at every layer."""
         current = self._pass
         if self.likelihood is None or self.generator is None or current is None or not current.calls:
             return
-        gradient = self.likelihood.draw_gradient(output.detach(), self.generator).to(output.dtype)
-        current.samples = self.likelihood.terms(output)
+        self._unread = ""
         calls, current.calls = current.calls, []
-        edges = [edge for _, _, edge in calls]
-        found = torch.autograd.grad(output, edges, gradient, retain_graph=True, allow_unused=True)
-        for (observer, x, _), g in zip(calls, found, strict=True):
-            if g is not None:
-                observer.observe(x, g.detach(), current)
+        current.samples = self.likelihood.terms(output)
+        with full_precision([output.device]):
+            gradient = self.likelihood.draw_gradient(output.detach(), self.generator).to(output.dtype)
+            edges = [edge for _, _, edge in calls]
+            found = torch.autograd.grad(output, edges, gradient, retain_graph=True, allow_unused=True)
+            for (observer, x, _), g in zip(calls, found, strict=True):
+                if g is not None:
+                    observer.observe(x, g.detach(), current)
+
+    def require_sampled(self) -> None:
+        """Refuse a step whose targets were never drawn because the model returned something else than logits."""
+        if self._unread:
+            unread, self._unread = self._unread, ""
+            raise TypeError(
+                f"fisher='mc' reads the model's output as logits, but it returned {unread}: "
+                "call optimizer.sample_fisher(logits) after each forward"
+            )
 
     @_eager
     def called(self, observer: Observer, inputs: Iterable[Any], output: Any) -> None:
@@ -117,6 +127,8 @@ class Capture:
             return
         current = self._current(x)
         if self.likelihood is not None:
+            if _inside_backward():
+                return  # recomputed for a backward: its targets were drawn at the end of the forward
             # An edge, not the tensor: an in-place activation would turn the tensor into its own output.
             current.calls.append((observer, x.detach(), get_gradient_edge(output)))
             return
@@ -134,14 +146,29 @@ class Capture:
         seen.append(True)
         current.differentiated = True
         if self.active and observer.wanted:
-            observer.observe(x, g.detach(), current)
+            with full_precision([g.device]):
+                observer.observe(x, g.detach(), current)
 
     def _current(self, x: Tensor) -> Pass:
         """The running pass; a new one when layers are called without the model, after a backward."""
-        inside_backward = torch._C._current_graph_task_id() != -1  # recomputation of a checkpoint
-        if self._pass is None or (self._pass.differentiated and not inside_backward):
+        if self._pass is None or (self._pass.differentiated and not _inside_backward()):
             self._pass = Pass(x.shape[0] if x.ndim > 1 else 1)
         return self._pass
+
+
+def _inside_backward() -> bool:
+    """Whether a backward pass is running: then a forward is the recomputation of a checkpoint."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+@contextmanager
+def full_precision(devices: Iterable[torch.device]) -> Iterator[None]:
+    """No autocast: curvature is computed in float32 or better also when the whole step stands inside an autocast."""
+    with ExitStack() as stack:
+        for kind in {device.type for device in devices}:
+            if torch.amp.is_autocast_available(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 class _Inert:

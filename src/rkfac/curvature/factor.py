@@ -54,12 +54,15 @@ class Pending:
         self.moment: Tensor | None = None
         self.count = 0
 
-    def add(self, rows: Tensor) -> None:
-        """Take rows (n, d) or (groups, n, d)."""
+    def add(self, rows: Tensor, source: Tensor) -> None:
+        """Take rows (n, d) or (groups, n, d), which may be a view of `source`."""
         d = rows.shape[-1]
         self.count += rows.shape[-2]
         if self.moment is None and self.count <= d:
-            self.rows.append(rows)
+            # The source may change in place before the step: an input buffer used again, or an output gradient that
+            # autograd handed on as some parameter's .grad, to be added to, unscaled or clipped.
+            shared = rows.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
+            self.rows.append(rows.clone() if shared else rows)
             return
         if self.moment is None:
             self.moment = rows.new_zeros(*rows.shape[:-2], d, d)
@@ -131,6 +134,11 @@ class DiagonalFactor:
     def __init__(self, size: int, identity: bool, like: Tensor) -> None:
         start = like.new_ones(size) if identity else like.new_zeros(size)
         self.average = Average(start, 1.0 if identity else 0.0)
+        self.low: Tensor | None = None  # the diagonal as of the last refresh
+
+    def adopt(self) -> None:
+        """Use the present average from now on, until the next refresh."""
+        self.low = self.average.value.clone()
 
     def update(self, diagonal: Tensor, decay: float, scale: Tensor | float) -> None:
         """One more statistic."""

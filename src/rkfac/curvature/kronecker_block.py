@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -61,18 +62,25 @@ class KroneckerBlock(Block):
 
     # --- statistics
 
+    @property
+    def width(self) -> int:
+        """Outputs of all groups."""
+        return math.prod(self.adapter.output_shape(self.module))
+
+    def adjust(self) -> None:
+        """A bias was frozen or unfrozen: the factors have another shape now."""
+        if self.adapter.has_bias(self.module) != self.bias:
+            self._reset()
+
     def collect(self, x: Tensor, g: Tensor) -> int:
         """Rows of this call join what is pending."""
-        if self.adapter.has_bias(self.module) != self.bias:
-            self._reset()  # a bias was frozen or unfrozen: the factors have another shape now
         rows = self.adapter.output_rows(self.module, x, g, self.settings.weight_sharing)
-        self._pending_output.add(rows)
+        self._pending_output.add(rows, g)
         for part in self.adapter.input_rows(self.module, x, self.bias, self.settings.weight_sharing):
             if self.adapter.diagonal_input():
                 self._diagonal = part if self._diagonal is None else self._diagonal + part
             else:
-                # A view of the input must not change under us when the caller reuses its buffer before the step.
-                self._pending_input.add(part.clone() if part.data_ptr() == x.data_ptr() else part)
+                self._pending_input.add(part, x)
         return rows.shape[-2]
 
     def pending_size(self) -> Tensor | None:
@@ -107,7 +115,9 @@ class KroneckerBlock(Block):
         for factor in (self.input, self.output):
             if factor.average.value.device != device:
                 factor.average.value = factor.average.value.to(device)
-                if isinstance(factor, Factor) and factor.low is not None:
+                if isinstance(factor, DiagonalFactor):
+                    factor.low = None if factor.low is None else factor.low.to(device)
+                elif factor.low is not None:
                     factor.low = _moved(factor.low, device)
                 self._spectrum = None
                 if self._traces is not None:
@@ -125,7 +135,9 @@ class KroneckerBlock(Block):
         self._follow()
         low_input = self._decomposed(self.input, group, "input") if isinstance(self.input, Factor) else None
         low_output = self._decomposed(self.output, group, "output")
-        if isinstance(self.input, Factor) and low_input is not None:
+        if isinstance(self.input, DiagonalFactor):
+            self.input.adopt()
+        elif low_input is not None:
             self.input.adopt(low_input)
         self.output.adopt(low_output)
         self._traces = (_mean_eigenvalue(self.input), _mean_eigenvalue(self.output))
@@ -135,10 +147,8 @@ class KroneckerBlock(Block):
         return self.settings.decomposition.refresh(factor.average.value, factor.low, request)
 
     def _input_eigenvalues(self) -> LowRank | Diagonal:
-        if isinstance(self.input, DiagonalFactor):
-            return Diagonal(self.input.average.value)
         assert self.input.low is not None
-        return self.input.low
+        return Diagonal(self.input.low) if isinstance(self.input, DiagonalFactor) else self.input.low
 
     def dampings(self, group: Group) -> tuple[Tensor, Tensor]:
         """Damping of the input and of the output factor; for the product rule the second is 1 by convention."""
@@ -248,7 +258,9 @@ class KroneckerBlock(Block):
             assert self._traces is not None
             state["traces"] = list(self._traces)
             for side, factor in (("input_basis", self.input), ("output_basis", self.output)):
-                if isinstance(factor, Factor) and factor.low is not None:
+                if isinstance(factor, DiagonalFactor):
+                    state[side] = [factor.low]
+                elif factor.low is not None:
                     state[side] = [factor.low.U, factor.low.s, factor.low.tail]
         return state
 
@@ -262,7 +274,9 @@ class KroneckerBlock(Block):
         self.failures, self.version = int(state["failures"]), int(state["version"])
         like = self.output.average.value
         for side, factor in (("input_basis", self.input), ("output_basis", self.output)):
-            if side in state and isinstance(factor, Factor):
+            if side in state and isinstance(factor, DiagonalFactor):
+                factor.low = state[side][0].to(like, copy=True)
+            elif side in state and isinstance(factor, Factor):
                 U, s, tail = state[side]
                 tail = None if tail is None else tail.to(like, copy=True)
                 factor.low = LowRank(U.to(like, copy=True), s.to(like, copy=True), tail)

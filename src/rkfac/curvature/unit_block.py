@@ -46,10 +46,18 @@ class UnitBlock(Block):
         """Whether any statistic ever came in."""
         return self.factor.average.updates > 0
 
-    def collect(self, x: Tensor, g: Tensor) -> int:
-        """Outer products of per-sample gradients."""
+    @property
+    def width(self) -> int:
+        """Units."""
+        return self.weight.numel()
+
+    def adjust(self) -> None:
+        """A shift was frozen or unfrozen: the blocks have another shape now."""
         if self.adapter.has_bias(self.module) != self.bias:
             self._reset()
+
+    def collect(self, x: Tensor, g: Tensor) -> int:
+        """Outer products of per-sample gradients."""
         u = self.adapter.unit_gradients(self.module, x, g)  # (n, units, k)
         moment = torch.einsum("nui,nuj->uij", u, u)
         self._pending = moment if self._pending is None else self._pending + moment

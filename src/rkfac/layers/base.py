@@ -65,8 +65,8 @@ class KroneckerAdapter(Adapter):
 
     def has_bias(self, module: nn.Module) -> bool:
         """A bias that is trained."""
-        bias = getattr(module, "bias", None)
-        return isinstance(bias, Tensor) and bias.requires_grad
+        bias = module._parameters.get("bias")
+        return bias is not None and bias.requires_grad
 
 
 class UnitAdapter(Adapter):
@@ -78,8 +78,8 @@ class UnitAdapter(Adapter):
 
     def has_bias(self, module: nn.Module) -> bool:
         """A shift that is trained."""
-        bias = getattr(module, "bias", None)
-        return isinstance(bias, Tensor) and bias.requires_grad
+        bias = module._parameters.get("bias")
+        return bias is not None and bias.requires_grad
 
 
 @dataclass(frozen=True)
@@ -109,15 +109,17 @@ def adapter_for(module: nn.Module) -> Adapter | Uncovered:
 
     A subclass is served only if it kept its ancestor's `forward`; one with a forward of its own may mean anything.
     """
+    if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module._parameters.values()):
+        return Uncovered("its parameters are not initialised yet: run one forward before building the optimizer")
     for base, adapter in _REGISTRY.items():
         if not isinstance(module, base):
             continue
-        if type(module).forward is not base.forward:
-            return Uncovered(f"{type(module).__name__} overrides forward of {base.__name__}")
+        for method in ("forward", "_conv_forward"):  # the second is what a convolution's forward calls
+            own = module.__dict__.get(method, getattr(type(module), method, None))
+            if own is not getattr(base, method, None):
+                return Uncovered(f"{type(module).__name__} overrides {method} of {base.__name__}")
         if not isinstance(module._parameters.get("weight"), nn.Parameter):
-            return Uncovered("its weight is not a plain parameter (missing, parametrized or lazy)")
-        if isinstance(module._parameters["weight"], nn.parameter.UninitializedParameter):
-            return Uncovered("its weight is not initialised yet: run one forward before building the optimizer")
+            return Uncovered("its weight is not a plain parameter (missing or parametrized)")
         reason = adapter.refusal(module)
         return Uncovered(reason) if reason else adapter
     return Uncovered(f"no adapter for {type(module).__name__}")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
+
+import torch
 
 
 def _number(low: float, high: float, *, low_open: bool = False, high_open: bool = False) -> Any:
@@ -69,8 +71,7 @@ def check_group(group: Mapping[str, Any]) -> None:
     for name, rule in GROUP_RULES.items():
         if name in group:
             rule(name, group[name])
-    if not isinstance(group.get("maximize", False), bool):
-        raise ValueError(f"maximize must be True or False, got {group['maximize']!r}")
+    check_flag("maximize", group.get("maximize", False))
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
@@ -81,8 +82,29 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
 
 def check_patterns(name: str, value: Any) -> tuple[str, ...]:
     """Module-name patterns: one string or several."""
-    patterns = (value,) if isinstance(value, str) else tuple(value)
+    patterns = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else (value,)
     for pattern in patterns:
         if not isinstance(pattern, str):
             raise ValueError(f"{name} must be module-name patterns such as 'features.*', got {pattern!r}")
     return patterns
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Refuse anything but True and False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {value!r}")
+
+
+def check_scaler(name: str, value: Any) -> None:
+    """Refuse what cannot be a gradient scaler."""
+    if value is not None and not hasattr(value, "_get_scale_async"):
+        raise ValueError(f"{name} must be a torch.amp.GradScaler, got {value!r}")
+
+
+def generator_from(generator: Any, seed: Any) -> torch.Generator:
+    """The generator given, or a new one from the seed."""
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise ValueError(f"generator must be a torch.Generator, got {generator!r}")
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise ValueError(f"seed must be an integer, got {seed!r}")
+    return torch.Generator().manual_seed(seed) if generator is None else generator

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from rkfac.curvature.block import Block, LayerDirection, Settings
-from rkfac.curvature.capture import Capture, close_with
+from rkfac.curvature.capture import Capture, close_with, full_precision
 from rkfac.curvature.factor import Factor
 from rkfac.curvature.fisher import Likelihood
 from rkfac.curvature.kronecker_block import KroneckerBlock
@@ -54,14 +55,23 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         self._grad_scaler = grad_scaler
         self._step = 0
         self._closed = False
+        self._paused = False
         self._capture: Capture | None = None
         super().__init__(list(model.parameters()) if params is None else params, defaults)
-        found = cover(unwrapped(model), self._all_parameters(), settings, include, exclude, max_factor_dim)
-        self._blocks, self._reasons = found.blocks, found.reasons
-        observers = {block.module: block for block in self._blocks.values()}
-        self._capture = Capture(model, observers, likelihood, settings.generator)
+        self._model = unwrapped(model)
+        self._compiled = self._model is not model or self._model._compiled_call_impl is not None
+        self._cover = partial(cover, self._model, settings, include, exclude, max_factor_dim)
+        self._blocks: dict[str, Block] = {}
+        self._capture = Capture(model, likelihood, settings.generator)
         close_with(self, self._capture)
-        self._plan()
+        self._extend()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copies would share hooks and blocks with the original, or have none; torch's own way would break silently."""
+        raise TypeError(
+            f"{type(self).__name__} cannot be copied or pickled: it belongs to its model. Copy the model, build a new "
+            "optimizer for it and hand over optimizer.state_dict()"
+        )
 
     def _all_parameters(self) -> list[nn.Parameter]:
         return [p for group in self.param_groups for p in group["params"]]
@@ -71,15 +81,33 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         check_group({**self.defaults, **param_group})
         super().add_param_group(param_group)
         if self._capture is not None:
-            self._plan()
+            self._extend()
+
+    def _extend(self) -> None:
+        """Give a block to every layer that can have one and has none yet."""
+        assert self._capture is not None
+        found = self._cover(self._all_parameters(), self._blocks.keys())
+        for block in found.blocks.values():
+            self._capture.attach(block.module, block)
+        if self._compiled and found.blocks:
+            torch.compiler.reset()  # graphs traced before do not look for new hooks: they must be traced again
+        known = self._blocks | found.blocks
+        # In the model's order, so that random numbers do not depend on when a layer joined.
+        self._blocks = {name: known[name] for name, _ in self._model.named_modules() if name in known}
+        self._reasons = found.reasons
+        self._plan()
 
     def _plan(self) -> None:
         """Decide what the coming step collects. Called after every step and whenever groups change."""
         self._group_of = {id(p): group for group in self.param_groups for p in group["params"]}
-        assert self._capture is not None
         for block in self._blocks.values():
             block.wanted = self._step % self._group(block)["factor_every"] == 0 or not block.observed
-        self._capture.active = not self._closed and any(block.wanted for block in self._blocks.values())
+        self._activate()
+
+    def _activate(self) -> None:
+        assert self._capture is not None
+        wanted = any(block.wanted for block in self._blocks.values())
+        self._capture.active = wanted and not self._closed and not self._paused
 
     def _group(self, block: Block) -> dict[str, Any]:
         return self._group_of.get(id(block.weight), self.param_groups[0])
@@ -87,8 +115,11 @@ class CurvatureOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch; statistics that came with the dropped gradients are dropped too."""
         super().zero_grad(set_to_none)
-        if self._capture is not None and not self._settings.sampled:
+        if self._capture is None:
+            return
+        if not self._settings.sampled:
             self._discard()
+        self._plan()  # schedulers may have changed the periods since the step
 
     def _discard(self) -> None:
         for block in self._blocks.values():
@@ -99,23 +130,42 @@ class CurvatureOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step: statistics, decompositions when due, preconditioned update."""
+        self._check_settings(closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._refuse_sparse()
+        assert self._capture is not None
+        self._capture.require_sampled()
         scaled = self._loss_scale()
         if scaled is None:
             self._discard()
             return loss
-        self._commit(scaled if isinstance(scaled, Tensor) else None)
-        self._refresh()
-        before = self._before(closure)
-        self._update()
+        with full_precision(p.device for p in self._all_parameters()):
+            self._commit(scaled if isinstance(scaled, Tensor) else None)
+            self._refresh()
+            before = self._before()
+            self._update()
         if before is not None and closure is not None:
             self._adapt(before, loss, closure)
         self._step += 1
         self._plan()
         return loss
+
+    def _check_settings(self, closure: Callable[[], Any] | None) -> None:
+        """Schedulers and users write into the groups at any time; refuse nonsense before anything is touched."""
+        if self._adaptive is not None and closure is None:
+            raise RuntimeError("adaptive damping compares losses: call optimizer.step(closure)")
+        for group in self.param_groups:
+            check_group(group)
+            if group["kl_clip"] != self.param_groups[0]["kl_clip"]:
+                raise ValueError("kl_clip bounds all layers together, so it must be the same in every parameter group")
+
+    def _refuse_sparse(self) -> None:
+        """Before anything is touched."""
+        if any(p.grad is not None and p.grad.is_sparse for p in self._all_parameters()):
+            raise RuntimeError("sparse gradients are not supported: build nn.Embedding with sparse=False")
 
     def _loss_scale(self) -> Tensor | bool | None:
         """The scale in the captured gradients, False without a scaler, None when the step must be skipped."""
@@ -185,8 +235,6 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             for p in group["params"]:
                 if p.grad is None or id(p) in covered:
                     continue
-                if p.grad.is_sparse:
-                    raise RuntimeError("sparse gradients are not supported: build nn.Embedding with sparse=False")
                 plain = rule(self.state[p], p.grad, group)
                 update.decay(p, group, self._step)
                 p.add_(plain, alpha=_signed(group) * group["fallback_scale"])
@@ -213,12 +261,10 @@ class CurvatureOptimizer(torch.optim.Optimizer):
 
     # --- adaptive damping
 
-    def _before(self, closure: Callable[[], Any] | None) -> dict[str, tuple[Tensor, ...]] | None:
+    def _before(self) -> dict[str, tuple[Tensor, ...]] | None:
         """Copies of the covered parameters and gradients, on steps that adapt the damping."""
         if self._adaptive is None or (self._step + 1) % self._adaptive.every:
             return None
-        if closure is None:
-            raise RuntimeError("adaptive damping compares losses: call optimizer.step(closure)")
         ready = {name: block for name, block in self._blocks.items() if block.ready and block.weight.grad is not None}
         return {
             name: tuple(t.clone() for p in block.parameters for t in (p, p.grad if p.grad is not None else p * 0))
@@ -227,20 +273,23 @@ class CurvatureOptimizer(torch.optim.Optimizer):
 
     def _adapt(self, before: dict[str, tuple[Tensor, ...]], loss: Any, closure: Callable[[], Any]) -> None:
         assert self._adaptive is not None
-        assert self._capture is not None
+        sign = -1.0 if self.param_groups[0].get("maximize") else 1.0  # maximising is minimising the negated loss
         predicted = 0.0
         for name, copies in before.items():
             block = self._blocks[name]
             change = tuple(p - old for p, old in zip(block.parameters, copies[::2], strict=True))
             linear = sum(float((d * g).sum()) for d, g in zip(change, copies[1::2], strict=True))
-            predicted += linear + 0.5 * float(block.curvature(change, self._group(block)))
-        active, self._capture.active = self._capture.active, False
-        with torch.enable_grad():
-            after = closure()
-        self._capture.active = active
-        sign = -1.0 if self.param_groups[0].get("maximize") else 1.0
+            with full_precision([block.weight.device]):
+                predicted += sign * linear + 0.5 * float(block.curvature(change, self._group(block)))
+        self._paused = True
+        self._activate()
+        try:
+            with torch.enable_grad():
+                after = closure()
+        finally:
+            self._paused = False
         for group in self.param_groups:
-            group["damping"] = self._adaptive.adapted(group["damping"], sign * float(after - loss), sign * predicted)
+            group["damping"] = self._adaptive.adapted(group["damping"], sign * float(after - loss), predicted)
 
     # --- memory
 
@@ -250,6 +299,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         state["curvature"] = {
             "format": STATE_FORMAT,
             "step": self._step,
+            "wanted": [name for name, block in self._blocks.items() if block.wanted],
             "generator": self._settings.generator.get_state(),
             "blocks": {name: block.state_dict() for name, block in self._blocks.items()},
         }
@@ -267,18 +317,25 @@ class CurvatureOptimizer(torch.optim.Optimizer):
                 f"the saved state covers other layers: missing {_listed(missing)}; unknown {_listed(unknown)}. "
                 "Build the optimizer with the same model, include= and exclude="
             )
-        own = {name: block.state_dict() for name, block in self._blocks.items()}
+        before = {name: _snapshot(block) for name, block in self._blocks.items()}
+        generator = self._settings.generator.get_state()
         try:
+            step, wanted = int(curvature["step"]), set(curvature["wanted"])
+            _check_buffers(self.param_groups, state_dict)
             for name, block in self._blocks.items():
                 block.load_state_dict(curvature["blocks"][name])
+            self._settings.generator.set_state(curvature["generator"].cpu())
             super().load_state_dict({key: value for key, value in state_dict.items() if key != "curvature"})
         except (ValueError, KeyError, TypeError, RuntimeError) as error:
+            self._settings.generator.set_state(generator)
             for name, block in self._blocks.items():
-                block.load_state_dict(own[name])
+                vars(block).update(before[name])
             raise ValueError(f"the saved state does not fit this model: {error}") from error
-        self._step = int(curvature["step"])
-        self._settings.generator.set_state(curvature["generator"].cpu())
+        self._step = step
         self._plan()
+        for name, block in self._blocks.items():  # what the interrupted run had planned, whatever was scheduled since
+            block.wanted = name in wanted
+        self._activate()
 
     def close(self) -> None:
         """Remove the hooks; the optimizer can still step with the curvature it has."""
@@ -329,7 +386,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         return Spectra(values[0], values[1])
 
     def __repr__(self) -> str:
-        first = {k: v for k, v in self.param_groups[0].items() if k not in ("params", "differentiable", "foreach")}
+        first = {k: v for k, v in self.param_groups[0].items() if k not in ("params", "param_names")}
         kron = sum(isinstance(block, KroneckerBlock) for block in self._blocks.values())
         units = len(self._blocks) - kron
         covered = sum(p.numel() for block in self._blocks.values() for p in block.parameters)
@@ -359,6 +416,21 @@ def _listed(names: Iterable[str], most: int = 5) -> str:
     ordered = list(names)
     shown = ", ".join(repr(name) for name in ordered[:most])
     return (shown + f" and {len(ordered) - most} more" if len(ordered) > most else shown) or "nothing"
+
+
+def _snapshot(block: Block) -> dict[str, Any]:
+    """A block's attributes. Loading replaces its tensors and changes none, so that references are enough."""
+    return {key: list(value) if isinstance(value, list) else value for key, value in vars(block).items()}
+
+
+def _check_buffers(groups: list[dict[str, Any]], state_dict: Mapping[str, Any]) -> None:
+    """Refuse momentum and the like of another shape than its parameter, which torch would take without a word."""
+    ours = [p for group in groups for p in group["params"]]
+    theirs = [index for group in state_dict["param_groups"] for index in group["params"]]
+    for p, index in zip(ours, theirs, strict=False):
+        for key, value in state_dict["state"].get(index, {}).items():
+            if isinstance(value, Tensor) and value.ndim and value.shape != p.shape:
+                raise ValueError(f"{key} of shape {tuple(value.shape)} for a parameter of shape {tuple(p.shape)}")
 
 
 def _refuse_sharded(model: nn.Module) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -37,13 +37,14 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 def cover(
     model: nn.Module,
-    optimized: Iterable[nn.Parameter],
     settings: Settings,
     include: tuple[str, ...],
     exclude: tuple[str, ...],
     max_factor_dim: int,
+    optimized: Iterable[nn.Parameter],
+    covered: Collection[str] = (),
 ) -> Coverage:
-    """Give every module that owns parameters a block or a reason."""
+    """Give every module that owns parameters a block or a reason, apart from those covered already."""
     ids = {id(p) for p in optimized}
     owners = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
     found = Coverage()
@@ -52,7 +53,7 @@ def cover(
         if isinstance(module, nn.MultiheadAttention):
             silent.update(id(child) for child in module.modules() if child is not module)
         own = [p for p in module._parameters.values() if p is not None]
-        if not own:
+        if not own or name in covered:
             continue
         chosen = _choose(name, module, own, ids, owners, include, exclude, silent)
         if isinstance(chosen, str):

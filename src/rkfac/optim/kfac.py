@@ -12,7 +12,7 @@ from rkfac.curvature.block import Settings
 from rkfac.curvature.decompose import RSVD, SREVD, Decomposition, Exact
 from rkfac.curvature.fisher import NAMED, Likelihood
 from rkfac.optim.adaptive import LevenbergMarquardt
-from rkfac.optim.arguments import check_choice, check_patterns
+from rkfac.optim.arguments import check_choice, check_flag, check_patterns, check_scaler, generator_from
 from rkfac.optim.base import CurvatureOptimizer
 from rkfac.optim.update import FALLBACKS
 
@@ -97,6 +97,9 @@ class KFAC(CurvatureOptimizer):
         check_choice("weight_sharing", weight_sharing, ("expand", "reduce"))
         check_choice("loss_average", loss_average, ("batch", "tokens", "sum"))
         check_choice("fallback", fallback, tuple(FALLBACKS))
+        check_flag("relative_damping", relative_damping)
+        check_flag("warm_start", warm_start)
+        check_scaler("grad_scaler", grad_scaler)
         if isinstance(likelihood, str):
             check_choice("likelihood", likelihood, tuple(NAMED))
             likelihood = NAMED[likelihood]
@@ -120,7 +123,7 @@ class KFAC(CurvatureOptimizer):
             sampled=fisher == "mc",
             identity_start=factor_start == "identity",
             max_failures=max_failures,
-            generator=torch.Generator().manual_seed(seed) if generator is None else generator,
+            generator=generator_from(generator, seed),
         )
         defaults = {
             "lr": lr,

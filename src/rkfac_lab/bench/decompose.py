@@ -106,12 +106,8 @@ def _contestants(X: Tensor, rank: int, oversampling: int, start: Tensor) -> dict
         "rsvd q=4": lambda: linalg.rsvd(X, rank, oversampling, 4, generator=generator()),
         "srevd q=4": lambda: linalg.srevd(X, rank, oversampling, 4, generator=generator()),
         "nystrom q=4": lambda: linalg.nystrom(X, rank, oversampling, 4, generator=generator()),
-        "nystrom warm q=1": lambda: linalg.nystrom(
-            X, rank, oversampling, 1, start=start, generator=generator()
-        ),
-        "nystrom warm q=0": lambda: linalg.nystrom(
-            X, rank, oversampling, 0, start=start, generator=generator()
-        ),
+        "nystrom warm q=1": lambda: linalg.nystrom(X, rank, oversampling, 1, start=start, generator=generator()),
+        "nystrom warm q=0": lambda: linalg.nystrom(X, rank, oversampling, 0, start=start, generator=generator()),
     }
 
 

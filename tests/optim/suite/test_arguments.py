@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import rkfac
+from optim.problems import mlp
+
+Build = Callable[..., rkfac.KFAC]
+NAN, INF = float("nan"), float("inf")
+
+BAD: dict[str, list[Any]] = {
+    "lr": [-0.1, NAN, INF, "0.1", None, True],
+    "momentum": [-0.1, 1.0, NAN, "x", None],
+    "weight_decay": [-1e-3, NAN, INF, None],
+    "weight_decay_from": [-1, 1.5, None],
+    "damping": [0.0, -1.0, NAN, INF, None, "auto"],
+    "damping_rule": ["tikhonov", None, 3],
+    "relative_damping": [None, "yes", 2],
+    "factor_decay": [1.0, -0.1, NAN, None],
+    "factor_every": [0, -1, 2.5, True, None],
+    "inverse_every": [0, -1, 2.5, True, None],
+    "factor_start": ["zero", None],
+    "rank": [0, -1, 2.5, True, "all", None],
+    "oversampling": [-1, 1.5, True, None],
+    "power_iterations": [-1, 1.5, True, None],
+    "tail": ["flat", None],
+    "warm_start": [None, "yes", 2],
+    "update_clip": [0.0, -1.0, NAN, INF, "x"],
+    "kl_clip": [0.0, -1.0, NAN, INF, "x"],
+    "fisher": ["true", None],
+    "likelihood": ["poisson", None, 3],
+    "weight_sharing": ["both", None],
+    "loss_average": ["mean", None],
+    "fallback": ["adam", None],
+    "fallback_scale": [-1.0, NAN, None],
+    "include": [3, (3,), None],
+    "exclude": [3, (3,), None],
+    "max_factor_dim": [0, 2.5, True, None],
+    "decomposition": ["rsvd", rkfac.RSVD, 3],
+    "adaptive_damping": [True, "lm", rkfac.LevenbergMarquardt],
+    "grad_scaler": [True, 1024.0, "scaler"],
+    "max_failures": [0, 2.5, True, None],
+    "maximize": [1, None, "yes"],
+    "generator": [3, "x"],
+    "seed": [None, 1.5, "x", True],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in BAD.items() for value in values])
+def test_a_bad_value_is_refused_by_name(build: Build, name: str, value: Any) -> None:
+    model = mlp()
+    with pytest.raises(ValueError, match=name):
+        build(model, **{name: value})
+    assert not model._forward_hooks, "a refused optimizer left hooks behind"
+
+
+def test_every_keyword_has_its_bad_values() -> None:
+    import inspect
+
+    keywords = set(inspect.signature(rkfac.KFAC.__init__).parameters) - {"self", "model", "params"}
+    assert keywords == BAD.keys()
+
+
+@pytest.mark.parametrize("model", [None, 3, [nn.Parameter(torch.zeros(2))]])
+def test_the_first_argument_is_a_model(build: Build, model: Any) -> None:
+    with pytest.raises(ValueError, match="model"):
+        build(model)
+
+
+def test_parameters_in_place_of_the_model_are_pointed_to_the_right_argument(build: Build) -> None:
+    with pytest.raises(ValueError, match="params="):
+        build(mlp().parameters())
+
+
+def test_an_unknown_keyword_is_a_type_error(build: Build) -> None:
+    with pytest.raises(TypeError, match="dampening"):
+        build(mlp(), dampening=0.1)
+
+
+@pytest.mark.parametrize("bad", [{"lr": -1.0}, {"rank": 0}, {"kl_clip": 0.0}, {"maximize": 3}])
+def test_a_bad_value_in_a_group_is_refused_by_name(build: Build, bad: dict[str, Any]) -> None:
+    model = mlp()
+    (name,) = bad
+    with pytest.raises(ValueError, match=name):
+        build(model, params=[{"params": model.parameters(), **bad}])
+
+
+def test_groups_that_disagree_on_the_kl_clip_are_refused(build: Build) -> None:
+    """It is one bound over all layers: two values cannot both hold."""
+    model = mlp()
+    groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "kl_clip": 0.5}]
+    with pytest.raises(ValueError, match="kl_clip"):
+        build(model, params=groups).step()

@@ -1,0 +1,180 @@
+"""fisher="mc": the ordinary loop collects, and nothing but the factors shows it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import rkfac
+from optim.problems import (
+    assert_same_averages,
+    assert_same_parameters,
+    averages,
+    mlp,
+    parameters,
+    reader,
+    rows,
+    sentences,
+    step,
+    train,
+    twin,
+)
+
+EVERY: dict[str, Any] = {"factor_every": 1, "inverse_every": 1, "fisher": "mc"}
+
+
+class Wrapped(nn.Module):
+    """Returns its logits in a dictionary, as many models do."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"logits": self.inner(x)}
+
+
+@pytest.mark.parametrize("order", ["zero, forward, backward", "forward, zero, backward", "closure"])
+def test_the_unchanged_loop_collects_once_a_step(order: str) -> None:
+    model = mlp()
+    optimizer = rkfac.KFAC(model, **EVERY)
+    for x, y in (rows() for _ in range(3)):
+        if order == "closure":
+
+            def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+                optimizer.zero_grad()
+                loss = F.cross_entropy(model(x), y)
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+            continue
+        if order.startswith("zero"):
+            optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        if order.startswith("forward"):
+            optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    blocks = optimizer.state_dict()["curvature"]["blocks"].values()
+    assert [block["output"]["updates"] for block in blocks] == [3, 3, 3]
+
+
+@pytest.mark.parametrize("draw, make", [(rows, mlp), (sentences, reader)], ids=["rows", "text"])
+def test_gradients_are_those_of_the_loss_alone(draw: Any, make: Any) -> None:
+    model = make()
+    other, (x, y) = twin(model), draw()
+    optimizer = rkfac.KFAC(model, **EVERY)
+    output = model(x)
+    assert all(p.grad is None for p in model.parameters())
+    F.cross_entropy(output, y).backward()
+    F.cross_entropy(other(x), y).backward()
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
+    optimizer.step()
+
+
+def test_labels_do_not_enter_the_factors() -> None:
+    model = mlp()
+    other, (x, y) = twin(model), rows()
+    first, second = (rkfac.KFAC(m, lr=0.0, **EVERY) for m in (model, other))
+    step(model, first, (x, y))
+    step(other, second, (x, (y + 1) % 4))
+    assert_same_averages(first, second, exactly=True)
+
+
+def test_the_seed_decides_the_draw() -> None:
+    model, batch = mlp(), rows()
+    found = []
+    for seed in (3, 3, 4):
+        copied = twin(model)
+        torch.manual_seed(len(found))  # the global state has no say
+        optimizer = rkfac.KFAC(copied, seed=seed, **EVERY)
+        step(copied, optimizer, batch)
+        found.append(averages(optimizer)["4.output"])
+    assert torch.equal(found[0], found[1])
+    assert not torch.allclose(found[0], found[2])
+
+
+def test_drawing_leaves_the_global_generator_alone() -> None:
+    model, batch = mlp(), rows()
+    optimizer = rkfac.RSKFAC(model, rank=2, **EVERY)
+    before = torch.get_rng_state()
+    step(model, optimizer, batch)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_output_factor_is_the_second_moment_of_drawn_minus_expected_classes() -> None:
+    """softmax - onehot, with the same generator drawing the classes."""
+    model = nn.Sequential(nn.Linear(6, 4)).double()
+    x, y = rows(9)
+    optimizer = rkfac.KFAC(model, lr=0.0, seed=11, factor_start="unbiased", **EVERY)
+    step(model, optimizer, (x, y))
+    p = model(x).softmax(-1).detach()
+    drawn = torch.multinomial(p, 1, generator=torch.Generator().manual_seed(11)).squeeze(1)
+    g = p - F.one_hot(drawn, 4)
+    torch.testing.assert_close(averages(optimizer)["0.output"], g.mT @ g / 9)
+
+
+def test_a_model_that_returns_a_dictionary_trains_with_sample_fisher() -> None:
+    inner = mlp()
+    model, plain = Wrapped(inner), twin(inner)
+    optimizer, reference = rkfac.KFAC(model, **EVERY), rkfac.KFAC(plain, **EVERY)
+    for x, y in (rows() for _ in range(3)):
+        optimizer.zero_grad()
+        logits = model(x)["logits"]
+        optimizer.sample_fisher(logits)
+        F.cross_entropy(logits, y).backward()
+        optimizer.step()
+        step(plain, reference, (x, y))
+    assert_same_parameters(inner, plain, exactly=True)
+
+
+def test_a_dictionary_without_sample_fisher_is_refused_and_says_what_to_call() -> None:
+    model = Wrapped(mlp())
+    optimizer = rkfac.KFAC(model, **EVERY)
+    start, (x, y) = parameters(model), rows()
+    F.cross_entropy(model(x)["logits"], y).backward()
+    with pytest.raises(TypeError, match=r"dict.*sample_fisher"):
+        optimizer.step()
+    assert all(torch.equal(value, start[name]) for name, value in parameters(model).items())
+
+
+def test_evaluating_a_model_that_returns_a_dictionary_is_no_reason_to_refuse() -> None:
+    model = Wrapped(mlp())
+    optimizer = rkfac.KFAC(model, **EVERY)
+    model.eval()
+    model(rows()[0])
+    model.train()
+    with torch.no_grad():
+        model(rows()[0])
+    optimizer.step()
+
+
+def test_sample_fisher_belongs_to_the_sampled_fisher() -> None:
+    optimizer = rkfac.KFAC(mlp())
+    with pytest.raises(RuntimeError, match="fisher='mc'"):
+        optimizer.sample_fisher(torch.zeros(2, 4))
+
+
+def test_an_output_with_ambiguous_classes_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(6, 4)).double()
+    rkfac_optimizer = rkfac.KFAC(model, **EVERY)
+    with pytest.raises(ValueError, match="class_dim"):
+        model(torch.randn(3, 5, 6, dtype=torch.float64))
+    rkfac_optimizer.close()
+
+
+def test_steps_without_statistics_draw_nothing() -> None:
+    model = mlp()
+    optimizer = rkfac.KFAC(model, fisher="mc", factor_every=3, inverse_every=3)
+    train(model, optimizer, [rows()])
+    drawn = optimizer.state_dict()["curvature"]["generator"]
+    train(model, optimizer, [rows() for _ in range(2)])
+    assert torch.equal(optimizer.state_dict()["curvature"]["generator"], drawn)
+    train(model, optimizer, [rows()])
+    assert not torch.equal(optimizer.state_dict()["curvature"]["generator"], drawn)
