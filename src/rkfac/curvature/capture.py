@@ -26,7 +26,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _eager(function: F) -> F:
-    """Keep Dynamo out: hooks have side effects. Compiled models break their graph here on statistics steps only."""
+    """Keep Dynamo out: hooks have side effects. Graphs of compiled models break at the first statistics step."""
     return cast(F, torch.compiler.disable(function))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
 
@@ -18,8 +19,11 @@ def rms_clip(squared_norm: Tensor, size: int, largest: float | None) -> Tensor |
 
 
 def kl_clip(terms: Iterable[Tensor], bound: float) -> Tensor:
-    """min(1, sqrt(bound / sum lr^2 <S, J>)): keeps the step's quadratic KL estimate below the bound."""
-    total = torch.stack(list(terms)).sum()
+    """min(1, sqrt(bound / sum lr^2 <S, J>)): keeps the step's quadratic KL estimate below the bound.
+
+    A layer whose gradient holds NaN is left out, so that it does not take the others with it.
+    """
+    total = torch.stack(list(terms)).nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf).sum()
     return (bound / total.clamp_min(torch.finfo(total.dtype).tiny)).sqrt().clamp_max(1.0)
 
 

@@ -20,7 +20,9 @@ def test_a_model_without_covered_layers_is_trained_by_sgd_bit_for_bit(
 ) -> None:
     model = mlp()
     other, batches = twin(model), [rows() for _ in range(4)]
-    optimizer = build(model, lr=0.2, momentum=momentum, maximize=maximize, weight_decay=0.0, exclude="*", fallback="sgd")
+    optimizer = build(
+        model, lr=0.2, momentum=momentum, maximize=maximize, weight_decay=0.0, exclude="*", fallback="sgd"
+    )
     sgd = torch.optim.SGD(other.parameters(), lr=0.2, momentum=momentum, maximize=maximize)
     start = parameters(model)
     train(model, optimizer, batches)

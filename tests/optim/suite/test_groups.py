@@ -146,7 +146,9 @@ def test_torch_schedulers_act_as_values_set_by_hand(build: Build, schedule: Call
     optimizer, manual = (build(m, lr=0.08, momentum=0.9, **EVERY) for m in (model, other))
     scheduler = schedule(optimizer)
     for batch in batches:
-        manual.param_groups[0].update(lr=optimizer.param_groups[0]["lr"], momentum=optimizer.param_groups[0]["momentum"])
+        manual.param_groups[0].update(
+            lr=optimizer.param_groups[0]["lr"], momentum=optimizer.param_groups[0]["momentum"]
+        )
         step(model, optimizer, batch)
         step(other, manual, batch)
         scheduler.step()
@@ -204,7 +206,9 @@ def test_both_ways_of_zeroing_gradients(build: Build, set_to_none: bool) -> None
     optimizer, plain = build(model, **EVERY), build(other, **EVERY)
     for x, y in batches:
         optimizer.zero_grad(set_to_none)
-        assert all((p.grad is None) == set_to_none or not p.grad.any() for p in model.parameters() if p.grad is not None)
+        assert all(
+            (p.grad is None) == set_to_none or not p.grad.any() for p in model.parameters() if p.grad is not None
+        )
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
         other.zero_grad()  # the model's own, which the optimizer never hears of

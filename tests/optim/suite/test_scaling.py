@@ -164,9 +164,10 @@ def test_an_infinite_scaled_gradient_skips_step_statistics_and_counters(build: B
     scaler = scaler_for()
     optimizer = build(model, momentum=0.9, grad_scaler=scaler, factor_every=1, inverse_every=2)
     scaled_step(model, optimizer, scaler, rows(dtype=torch.float32))
-    before, start = torch.utils._pytree.tree_map(
-        lambda v: v.clone() if isinstance(v, torch.Tensor) else v, optimizer.state_dict()
-    ), parameters(model)
+    before, start = (
+        torch.utils._pytree.tree_map(lambda v: v.clone() if isinstance(v, torch.Tensor) else v, optimizer.state_dict()),
+        parameters(model),
+    )
     optimizer.zero_grad()
     x, y = rows(dtype=torch.float32)
     scaler.scale(F.cross_entropy(model(x), y)).backward()
