@@ -18,6 +18,7 @@ from rkfac.optim import (
     LayerReport,
     LevenbergMarquardt,
     Spectra,
+    classical_defaults,
     paper_defaults,
     paper_schedules,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "LevenbergMarquardt",
     "Nystrom",
     "Spectra",
+    "classical_defaults",
     "linalg",
     "paper_defaults",
     "paper_schedules",

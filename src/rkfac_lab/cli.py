@@ -91,7 +91,7 @@ def bench_decompose(
     """Seconds and error of every way to decompose one Kronecker factor."""
     from rkfac_lab.bench import decompose
 
-    console = Console()
+    console = _wide_console()
     with console.status("decomposing") as status:
         rows = decompose.run([int(d) for d in dimensions.split(",")], rank, oversampling, rounds, status.update)
     console.print(decompose.table(rows))
@@ -195,14 +195,16 @@ def _names(text: str) -> tuple[str, ...]:
 @bench.command("step")
 def bench_step(
     problems: Annotated[str, typer.Option(help="mlp, vgg16bn, vgg-small; comma-separated.")] = "mlp,vgg16bn",
-    optimizers: Annotated[str, typer.Option(help="Substrings of contestants' names, comma-separated; all if empty.")] = "",
+    optimizers: Annotated[
+        str, typer.Option(help="Substrings of contestants' names, comma-separated; all if empty.")
+    ] = "",
     rounds: Annotated[int | None, typer.Option(min=1, help="Interleaved rounds; by problem if not given.")] = None,
     out: Annotated[Path, typer.Option(help="Where the JSON goes.")] = Path("runs/bench-step.json"),
 ) -> None:
     """Seconds a step, amortised over statistics and inverses, as ratios to torch's SGD."""
     from rkfac_lab.bench import step
 
-    console = Console()
+    console = _wide_console()
     names = problems.split(",")
     unknown = [name for name in names if name not in step.PROBLEMS]
     if unknown:
@@ -216,6 +218,11 @@ def bench_step(
             results += step.run(step.PROBLEMS[name], chosen, rounds, status.update)
     console.print(step.table(results))
     _write_json(step.as_json(results), out, console)
+
+
+def _wide_console() -> Console:
+    """A table must survive being written to a file, where no terminal says how wide it is."""
+    return Console() if Console().is_terminal else Console(width=140)
 
 
 def _write_json(content: dict[str, Any], path: Path, console: Console) -> None:

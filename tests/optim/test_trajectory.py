@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from oracles import numpy_kfac
 from torch import nn
 
 import rkfac
+from oracles import numpy_kfac
 
 STEPS = 30
 OPTIMIZERS = {"exact": rkfac.KFAC, "rsvd": rkfac.RSKFAC, "srevd": rkfac.SREKFAC}

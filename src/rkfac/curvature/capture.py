@@ -83,7 +83,7 @@ class Capture:
     def begin(self, inputs: Iterable[Any]) -> None:
         """A forward of the whole model starts; its batch size is the first input's leading dimension."""
         tensor = _first_tensor(inputs)
-        self._pass = Pass(0 if tensor is None or tensor.ndim == 0 else tensor.shape[0])
+        self._pass = Pass(0 if tensor is None else _samples(tensor))
 
     @_eager
     def end(self, output: Any) -> None:
@@ -152,7 +152,7 @@ class Capture:
     def _current(self, x: Tensor) -> Pass:
         """The running pass; a new one when layers are called without the model, after a backward."""
         if self._pass is None or (self._pass.differentiated and not _inside_backward()):
-            self._pass = Pass(x.shape[0] if x.ndim > 1 else 1)
+            self._pass = Pass(_samples(x))
         return self._pass
 
 
@@ -210,6 +210,11 @@ class _RootHook(_Hook):
             self.capture.begin((*args, *kwargs.values()))
         else:
             self.capture.end(output[0])
+
+
+def _samples(x: Tensor) -> int:
+    """Leading dimension; a vector of features is one sample, a vector of indices is many."""
+    return x.shape[0] if x.ndim > 1 or (x.ndim == 1 and not x.is_floating_point()) else 1
 
 
 def _first_tensor(values: Iterable[Any]) -> Tensor | None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rkfac import linalg
 from rkfac.linalg import LowRank
+from rkfac.linalg.checks import require_positive
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,15 @@ class _Sketched(Decomposition):
     method: ClassVar[Callable[..., LowRank]]
 
     def __post_init__(self) -> None:
-        if isinstance(self.rank, str) and self.rank != "auto":
-            raise ValueError(f"rank must be a positive integer or 'auto', got {self.rank!r}")
+        if self.rank is not None and self.rank != "auto":
+            if isinstance(self.rank, str):
+                raise ValueError(f"rank must be a positive integer or 'auto', got {self.rank!r}")
+            require_positive(self.rank, "rank")
+        for argument in ("oversampling", "power_iterations"):
+            if (value := getattr(self, argument)) is not None:
+                require_positive(value, argument, least=0)
+        if self.warm_start not in (None, True, False):
+            raise ValueError(f"warm_start must be True or False, got {self.warm_start!r}")
         if not 0 < self.share < 1:
             raise ValueError(f"share must lie between 0 and 1, got {self.share}")
 
@@ -129,6 +137,11 @@ class Auto(Decomposition):
 
     exact_up_to: int = 512
     large: Decomposition = Nystrom(warm_start=True)
+
+    def __post_init__(self) -> None:
+        require_positive(self.exact_up_to, "exact_up_to", least=0)
+        if not isinstance(self.large, Decomposition):
+            raise ValueError(f"large must be a strategy such as rkfac.Nystrom(), got {self.large!r}")
 
     def refresh(self, X: Tensor, previous: LowRank | None, request: Request) -> LowRank:
         """By the factor's size."""

@@ -261,7 +261,7 @@ class KroneckerBlock(Block):
                 if isinstance(factor, DiagonalFactor):
                     state[side] = [factor.low]
                 elif factor.low is not None:
-                    state[side] = [factor.low.U, factor.low.s, factor.low.tail]
+                    state[side] = [factor.low.U, factor.low.s, factor.low.tail, factor.captured]
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -277,8 +277,8 @@ class KroneckerBlock(Block):
             if side in state and isinstance(factor, DiagonalFactor):
                 factor.low = state[side][0].to(like, copy=True)
             elif side in state and isinstance(factor, Factor):
-                U, s, tail = state[side]
-                tail = None if tail is None else tail.to(like, copy=True)
+                U, s, *optional = state[side]
+                tail, factor.captured = (None if t is None else t.to(like, copy=True) for t in optional)
                 factor.low = LowRank(U.to(like, copy=True), s.to(like, copy=True), tail)
         if "traces" in state:
             first, second = (t.to(like, copy=True) for t in state["traces"])

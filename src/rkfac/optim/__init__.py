@@ -2,7 +2,7 @@
 
 from rkfac.optim.adaptive import LevenbergMarquardt
 from rkfac.optim.kfac import KFAC, RSKFAC, SREKFAC
-from rkfac.optim.presets import paper_defaults, paper_schedules
+from rkfac.optim.presets import classical_defaults, paper_defaults, paper_schedules
 from rkfac.optim.report import LayerReport, Spectra
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "LayerReport",
     "LevenbergMarquardt",
     "Spectra",
+    "classical_defaults",
     "paper_defaults",
     "paper_schedules",
 ]

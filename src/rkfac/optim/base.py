@@ -10,19 +10,17 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 from rkfac.curvature.block import Block, LayerDirection, Settings
 from rkfac.curvature.capture import Capture, close_with, full_precision
-from rkfac.curvature.factor import Factor
 from rkfac.curvature.fisher import Likelihood
 from rkfac.curvature.kronecker_block import KroneckerBlock
-from rkfac.optim import update
+from rkfac.optim import memory, update
 from rkfac.optim.adaptive import LevenbergMarquardt
 from rkfac.optim.arguments import check_group
 from rkfac.optim.coverage import cover, unwrapped
-from rkfac.optim.report import LayerReport, Spectra
-
-STATE_FORMAT = 1
+from rkfac.optim.report import LayerReport, Spectra, covered_layer, listed, spectra, uncovered_layer
 
 
 class CurvatureOptimizer(torch.optim.Optimizer):
@@ -204,7 +202,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
                 refused.append(block.name)
                 block.discard()
         if refused:
-            warnings.warn(f"statistics with NaN or Inf were left out for {_listed(refused)}", stacklevel=4)
+            warnings.warn(f"statistics with NaN or Inf were left out for {listed(refused)}", stacklevel=4)
 
     def _refresh(self) -> None:
         for block in self._blocks.values():
@@ -297,7 +295,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         """torch's state plus the curvature: tensors, numbers and strings only, so that `weights_only=True` loads it."""
         state = super().state_dict()
         state["curvature"] = {
-            "format": STATE_FORMAT,
+            "format": memory.STATE_FORMAT,
             "step": self._step,
             "wanted": [name for name, block in self._blocks.items() if block.wanted],
             "generator": self._settings.generator.get_state(),
@@ -307,30 +305,13 @@ class CurvatureOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Resume bit for bit, onto the model's devices. A state that does not fit is refused and changes nothing."""
-        curvature = state_dict.get("curvature")
-        if not isinstance(curvature, Mapping) or curvature.get("format") != STATE_FORMAT:
-            raise ValueError(f"this is not the state of an rkfac optimizer (format {STATE_FORMAT}): no curvature in it")
-        missing = self._blocks.keys() - curvature["blocks"].keys()
-        unknown = curvature["blocks"].keys() - self._blocks.keys()
-        if missing or unknown:
-            raise ValueError(
-                f"the saved state covers other layers: missing {_listed(missing)}; unknown {_listed(unknown)}. "
-                "Build the optimizer with the same model, include= and exclude="
-            )
-        before = {name: _snapshot(block) for name, block in self._blocks.items()}
-        generator = self._settings.generator.get_state()
-        try:
+        curvature = memory.checked(state_dict, self._blocks, self.param_groups)
+        with memory.all_or_nothing(self._blocks, self._settings.generator):
             step, wanted = int(curvature["step"]), set(curvature["wanted"])
-            _check_buffers(self.param_groups, state_dict)
             for name, block in self._blocks.items():
                 block.load_state_dict(curvature["blocks"][name])
             self._settings.generator.set_state(curvature["generator"].cpu())
             super().load_state_dict({key: value for key, value in state_dict.items() if key != "curvature"})
-        except (ValueError, KeyError, TypeError, RuntimeError) as error:
-            self._settings.generator.set_state(generator)
-            for name, block in self._blocks.items():
-                vars(block).update(before[name])
-            raise ValueError(f"the saved state does not fit this model: {error}") from error
         self._step = step
         self._plan()
         for name, block in self._blocks.items():  # what the interrupted run had planned, whatever was scheduled since
@@ -353,48 +334,23 @@ class CurvatureOptimizer(torch.optim.Optimizer):
 
     def report(self) -> list[LayerReport]:
         """One record a layer: what it keeps and costs, or why it is left to the fallback rule."""
-        records = []
-        for name, block in self._blocks.items():
-            records.append(
-                LayerReport(
-                    name=name,
-                    kind=type(block.module).__name__,
-                    covered=True,
-                    reason="" if block.observed else "no statistics yet: it was not called in training mode",
-                    parameters=sum(p.numel() for p in block.parameters),
-                    clip=None if block.clip is None else float(block.clip),
-                    seconds=dict(block.seconds),
-                    failures=block.failures,
-                    **block.facts(self._group(block)),
-                )
-            )
-        for name, (module, reason) in self._reasons.items():
-            count = sum(p.numel() for p in module._parameters.values() if p is not None)
-            records.append(LayerReport(name, type(module).__name__, covered=False, reason=reason, parameters=count))
-        return records
+        covered = [covered_layer(block, self._group(block)) for block in self._blocks.values()]
+        return covered + [uncovered_layer(name, module, why) for name, (module, why) in self._reasons.items()]
 
     def spectrum(self, name: str) -> Spectra:
         """Exact eigenvalues of a layer's two running factors, descending."""
-        block = self._blocks.get(name)
-        if not isinstance(block, KroneckerBlock):
-            known = [n for n, b in self._blocks.items() if isinstance(b, KroneckerBlock)]
-            raise ValueError(f"no preconditioned layer is called {name!r}; there are {_listed(known)}")
-        sides = block.input, block.output
-        values = [
-            f.spectrum() if isinstance(f, Factor) else f.average.value.double().sort(descending=True)[0] for f in sides
-        ]
-        return Spectra(values[0], values[1])
+        return spectra(self._blocks, name)
 
     def __repr__(self) -> str:
-        first = {k: v for k, v in self.param_groups[0].items() if k not in ("params", "param_names")}
         kron = sum(isinstance(block, KroneckerBlock) for block in self._blocks.values())
         units = len(self._blocks) - kron
         covered = sum(p.numel() for block in self._blocks.values() for p in block.parameters)
-        total = sum(p.numel() for p in self._all_parameters())
+        total = sum(p.numel() for p in self._all_parameters() if not isinstance(p, UninitializedParameter))
+        first = {k: v for k, v in self.param_groups[0].items() if k not in ("params", "param_names")}
         lines = [
             f"{type(self).__name__}(",
             f"  {kron} Kronecker layers and {units} unit-wise layers hold {covered:,} of {total:,} parameters;",
-            f"  the rest trains by {self._fallback!r}" + (f" ({_listed(self._reasons)})" if self._reasons else ""),
+            f"  the rest trains by {self._fallback!r}" + (f" ({listed(self._reasons)})" if self._reasons else ""),
             f"  {self._settings.decomposition!r}, damping {self._settings.damping_rule}, step {self._step}",
             "  " + ", ".join(f"{k}={v}" for k, v in first.items()),
             ")",
@@ -410,27 +366,6 @@ def _signed(group: Mapping[str, Any]) -> float:
 def _kl_term(direction: LayerDirection, clip: Tensor | None, lr: float) -> Tensor:
     term = lr**2 * direction.inner
     return term if clip is None else term * clip
-
-
-def _listed(names: Iterable[str], most: int = 5) -> str:
-    ordered = list(names)
-    shown = ", ".join(repr(name) for name in ordered[:most])
-    return (shown + f" and {len(ordered) - most} more" if len(ordered) > most else shown) or "nothing"
-
-
-def _snapshot(block: Block) -> dict[str, Any]:
-    """A block's attributes. Loading replaces its tensors and changes none, so that references are enough."""
-    return {key: list(value) if isinstance(value, list) else value for key, value in vars(block).items()}
-
-
-def _check_buffers(groups: list[dict[str, Any]], state_dict: Mapping[str, Any]) -> None:
-    """Refuse momentum and the like of another shape than its parameter, which torch would take without a word."""
-    ours = [p for group in groups for p in group["params"]]
-    theirs = [index for group in state_dict["param_groups"] for index in group["params"]]
-    for p, index in zip(ours, theirs, strict=False):
-        for key, value in state_dict["state"].get(index, {}).items():
-            if isinstance(value, Tensor) and value.ndim and value.shape != p.shape:
-                raise ValueError(f"{key} of shape {tuple(value.shape)} for a parameter of shape {tuple(p.shape)}")
 
 
 def _refuse_sharded(model: nn.Module) -> None:

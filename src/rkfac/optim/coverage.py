@@ -68,6 +68,9 @@ def cover(
                 found.reasons[name] = (module, reason)
             else:
                 found.blocks[name] = KroneckerBlock(name, module, chosen, settings)
+    for pattern in include:
+        if not any(_matches(name, module, (pattern,)) for name, module in model.named_modules()):
+            raise ValueError(f"include={pattern!r} matches no module of the model, by name or by class")
     return found
 
 

@@ -29,9 +29,9 @@ class KFAC(CurvatureOptimizer):
       damping*          [lambda] relative to each factor's largest eigenvalue unless relative_damping=False
       damping_rule      "factored": l on each factor; "product": on the product spectrum; "pi": split by the trace ratio
       factor_decay*, factor_every*, inverse_every*   [rho, T_KU, T_KI]
-      factor_start      "unbiased": averages free of their start; "identity": from I, as in the paper
+      factor_start      "identity": averages start from I, which damps the first steps; "unbiased": free of their start
       rank*, oversampling*, power_iterations*        [r, r_l, n_pwr-it] of sketched decompositions; rank may be "auto"
-      tail              what replaces the discarded spectrum: "trace" (a constant preserving it) or "zero" (paper)
+      tail              what replaces the discarded spectrum: "zero" (paper) or "trace" (a constant preserving it)
       warm_start        start each sketch from the previous basis
       update_clip*      largest RMS of a layer's update; kl_clip* bound on sum lr^2 <S, J> over all layers; None: off
       fisher            "empirical" (labels of the loss, free) or "mc" (drawn from the model; one more backward through the
@@ -56,7 +56,7 @@ class KFAC(CurvatureOptimizer):
         lr: float = 0.1,
         *,
         params: Iterable[Any] | None = None,
-        momentum: float = 0.9,
+        momentum: float = 0.0,
         weight_decay: float = 0.0,
         weight_decay_from: int = 0,
         damping: float = 0.1,
@@ -65,14 +65,14 @@ class KFAC(CurvatureOptimizer):
         factor_decay: float = 0.95,
         factor_every: int = 10,
         inverse_every: int = 50,
-        factor_start: str = "unbiased",
+        factor_start: str = "identity",
         rank: int | str = 220,
         oversampling: int = 10,
         power_iterations: int = 1,
-        tail: str = "trace",
+        tail: str = "zero",
         warm_start: bool = True,
-        update_clip: float | None = None,
-        kl_clip: float | None = 1e-2,
+        update_clip: float | None = 0.07,
+        kl_clip: float | None = None,
         fisher: str = "empirical",
         likelihood: str | Likelihood = "categorical",
         weight_sharing: str = "expand",

@@ -1,9 +1,10 @@
-"""The paper's Section 5, as constructor keywords and schedules."""
+"""Settings that belong together: the paper's Section 5 with its schedules, and the classical recipe."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from rkfac.curvature.fisher import Likelihood
 from rkfac.schedules import Steps
 
 
@@ -36,6 +37,27 @@ def paper_defaults() -> dict[str, Any]:
         "fallback": "sgd",
         "fallback_scale": 1.0,
         "exclude": ("*Norm*", "Embedding"),
+    }
+
+
+def classical_defaults(likelihood: str | Likelihood = "categorical") -> dict[str, Any]:
+    """Keywords of the classical recipe of Martens and Grosse: sampled Fisher, pi damping, KL clip, momentum.
+
+    The better start for autoencoders and other regressions; `likelihood` says what the model's outputs mean.
+    """
+    return {
+        "lr": 0.1,
+        "momentum": 0.9,
+        "damping": 1.0,
+        "relative_damping": False,
+        "damping_rule": "pi",
+        "factor_every": 5,
+        "inverse_every": 20,
+        "factor_start": "unbiased",
+        "update_clip": None,
+        "kl_clip": 0.03,
+        "fisher": "mc",
+        "likelihood": likelihood,
     }
 
 

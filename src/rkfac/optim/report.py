@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+
+from rkfac.curvature.block import Block, Group
+from rkfac.curvature.factor import Factor
+from rkfac.curvature.kronecker_block import KroneckerBlock
 
 
 @dataclass(frozen=True)
@@ -36,3 +42,44 @@ class Spectra(NamedTuple):
 
     input: Tensor
     output: Tensor
+
+
+def covered_layer(block: Block, group: Group) -> LayerReport:
+    """A preconditioned layer as it stands."""
+    return LayerReport(
+        name=block.name,
+        kind=type(block.module).__name__,
+        covered=True,
+        reason="" if block.observed else "no statistics yet: it was not called in training mode",
+        parameters=sum(p.numel() for p in block.parameters),
+        clip=None if block.clip is None else float(block.clip),
+        seconds=dict(block.seconds),
+        failures=block.failures,
+        **block.facts(group),
+    )
+
+
+def uncovered_layer(name: str, module: nn.Module, reason: str) -> LayerReport:
+    """A layer that trains by the fallback rule, and why."""
+    own = [p for p in module._parameters.values() if p is not None and not isinstance(p, UninitializedParameter)]
+    return LayerReport(
+        name, type(module).__name__, covered=False, reason=reason, parameters=sum(p.numel() for p in own)
+    )
+
+
+def spectra(blocks: Mapping[str, Block], name: str) -> Spectra:
+    """Exact eigenvalues of a layer's running factors."""
+    block = blocks.get(name)
+    if not isinstance(block, KroneckerBlock):
+        known = [n for n, b in blocks.items() if isinstance(b, KroneckerBlock)]
+        raise ValueError(f"no preconditioned layer is called {name!r}; there are {listed(known)}")
+    diagonal = block.input.average.value.double()
+    values = block.input.spectrum() if isinstance(block.input, Factor) else diagonal.sort(descending=True)[0]
+    return Spectra(values, block.output.spectrum())
+
+
+def listed(names: Iterable[str], most: int = 5) -> str:
+    """A few names for a sentence."""
+    ordered = list(names)
+    shown = ", ".join(repr(name) for name in ordered[:most])
+    return (shown + f" and {len(ordered) - most} more" if len(ordered) > most else shown) or "nothing"

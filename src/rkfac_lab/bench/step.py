@@ -209,7 +209,9 @@ def table(results: Sequence[Result]) -> Table:
             *phases,
         )
         previous = r.problem
-    shown.caption = "plain, statistics, refresh: whole steps of that kind; collect, decompose, apply: what a phase takes when it runs"
+    shown.caption = (
+        "plain, statistics, refresh: whole steps; collect, decompose, apply: what a phase takes when it runs"
+    )
     return shown
 
 
