@@ -70,7 +70,9 @@ class Capture:
 
     def attach(self, module: nn.Module, observer: Observer) -> None:
         """Watch a layer from now on."""
-        self._handles.append(module.register_forward_hook(_LayerHook(self, observer), with_kwargs=True))
+        # First of all hooks: a model that is one layer must see its call before its own end.
+        hook = _LayerHook(self, observer)
+        self._handles.append(module.register_forward_hook(hook, with_kwargs=True, prepend=True))
 
     def close(self) -> None:
         """Remove every hook."""

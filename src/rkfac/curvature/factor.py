@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
 from rkfac.linalg import LowRank
+
+WORTH_SPLITTING = 512  # columns below which one product is faster than four
 
 
 class Average:
@@ -93,11 +97,23 @@ class Pending:
 
 
 def _add_gram(matrix: Tensor, rows: Tensor, keep: float, take: float) -> None:
-    """matrix <- keep * matrix + take * rows^T rows, in place."""
-    if matrix.ndim == 2:
-        matrix.addmm_(rows.mT, rows, beta=keep, alpha=take)
-    else:
+    """matrix <- keep * matrix + take * rows^T rows, in place, the matrix being symmetric.
+
+    torch has no symmetric rank-n update; only the blocks on and above the diagonal are multiplied, the others mirrored,
+    which saves three eighths of the flops of a full product.
+    """
+    d = rows.shape[-1]
+    if matrix.ndim > 2:
         matrix.baddbmm_(rows.mT, rows, beta=keep, alpha=take)
+        return
+    if d < WORTH_SPLITTING:
+        matrix.addmm_(rows.mT, rows, beta=keep, alpha=take)
+        return
+    edges = [d * i // 4 for i in range(5)]
+    for begin, end in pairwise(edges):
+        matrix[begin:end, begin:].addmm_(rows[:, begin:end].mT, rows[:, begin:], beta=keep, alpha=take)
+    for begin, end in pairwise(edges):
+        matrix[end:, begin:end] = matrix[begin:end, end:].mT
 
 
 class Factor:

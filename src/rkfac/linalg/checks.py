@@ -22,7 +22,7 @@ def require_square(X: Tensor, name: str) -> None:
         )
 
 
-def require_positive(value: int, argument: str, least: int = 1) -> None:
+def require_positive(value: object, argument: str, least: int = 1) -> None:
     """Refuse counts below the least sensible one."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{argument} must be an integer >= {least}, got {value!r}")
