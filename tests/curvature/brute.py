@@ -74,8 +74,15 @@ def losses(y: Tensor) -> Tensor:
 
 def kfac(model: nn.Module, **keywords: Any) -> rkfac.KFAC:
     """K-FAC that moves no parameter and takes statistics at every step."""
-    given = {"lr": 0.0, "momentum": 0.0, "kl_clip": None, "factor_every": 1, "inverse_every": 1, **keywords}
-    return rkfac.KFAC(model, **given)
+    fixed = {
+        "lr": 0.0,
+        "momentum": 0.0,
+        "kl_clip": None,
+        "update_clip": None,
+        "factor_start": "unbiased",
+        "tail": "trace",
+    }
+    return rkfac.KFAC(model, **{**fixed, "factor_every": 1, "inverse_every": 1, **keywords})
 
 
 def statistics(problem: Problem, **keywords: Any) -> rkfac.KFAC:
