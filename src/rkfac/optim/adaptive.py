@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
+from rkfac.curvature.block import Block, Group
+from rkfac.curvature.capture import full_precision
 from rkfac.optim.arguments import POSITIVE
 
 
@@ -36,3 +41,28 @@ class LevenbergMarquardt:
         elif ratio > 0.75:
             damping = damping * self.factor**self.every
         return min(max(damping, self.smallest), self.largest)
+
+
+class Watch:
+    """Parameters and gradients as they were before a step, to ask the quadratic model what the step should have done."""
+
+    def __init__(self, blocks: Sequence[tuple[Block, Group]]) -> None:
+        self._layers = [
+            (block, group, [p.detach().clone() for p in block.parameters], [_gradient(p) for p in block.parameters])
+            for block, group in blocks
+            if block.weight.grad is not None
+        ]
+
+    def predicted(self, sign: float) -> float:
+        """<g, d> + d^T (F + damping) d / 2 over all watched layers, d being what the step changed."""
+        total = 0.0
+        for block, group, start, gradients in self._layers:
+            change = tuple(p.detach() - old for p, old in zip(block.parameters, start, strict=True))
+            linear = sum(float((d * g).sum()) for d, g in zip(change, gradients, strict=True))
+            with full_precision([block.weight.device]):
+                total += sign * linear + 0.5 * float(block.curvature(change, group))
+        return total
+
+
+def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()

@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,10 @@ from rkfac.curvature.capture import Capture, close_with, full_precision
 from rkfac.curvature.fisher import Likelihood
 from rkfac.curvature.kronecker_block import KroneckerBlock
 from rkfac.optim import memory, update
-from rkfac.optim.adaptive import LevenbergMarquardt
+from rkfac.optim.adaptive import LevenbergMarquardt, Watch
+from rkfac.optim.amp import loss_scale
 from rkfac.optim.arguments import check_group
-from rkfac.optim.coverage import cover, unwrapped
+from rkfac.optim.coverage import cover, refuse_sharded, unwrapped
 from rkfac.optim.report import LayerReport, Spectra, covered_layer, listed, spectra, uncovered_layer
 
 
@@ -46,7 +47,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ValueError(f"model must be an nn.Module, got {type(model).__name__}; parameters go into params=")
-        _refuse_sharded(model)
+        refuse_sharded(model)
         self._settings = settings
         self._fallback = fallback
         self._adaptive = adaptive_damping
@@ -136,17 +137,17 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         self._refuse_sparse()
         assert self._capture is not None
         self._capture.require_sampled()
-        scaled = self._loss_scale()
+        scaled = loss_scale(self, self._all_parameters(), self._grad_scaler, self._settings.sampled)
         if scaled is None:
             self._discard()
             return loss
         with full_precision(p.device for p in self._all_parameters()):
             self._commit(scaled if isinstance(scaled, Tensor) else None)
             self._refresh()
-            before = self._before()
+            watch = self._watched()
             self._update()
-        if before is not None and closure is not None:
-            self._adapt(before, loss, closure)
+        if watch is not None and closure is not None:
+            self._adapt(watch, loss, closure)
         self._step += 1
         self._plan()
         return loss
@@ -164,28 +165,6 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         """Before anything is touched."""
         if any(p.grad is not None and p.grad.is_sparse for p in self._all_parameters()):
             raise RuntimeError("sparse gradients are not supported: build nn.Embedding with sparse=False")
-
-    def _loss_scale(self) -> Tensor | bool | None:
-        """The scale in the captured gradients, False without a scaler, None when the step must be skipped."""
-        found_inf = getattr(self, "found_inf", None)
-        if found_inf is None:
-            return False
-        if bool(found_inf):
-            return None
-        scale = getattr(self, "grad_scale", None)
-        if scale is not None:
-            grads = [p.grad for p in self._all_parameters() if p.grad is not None]
-            for grad in grads:
-                grad.div_(scale.to(grad.device))
-            return cast(Tensor, scale)
-        if self._grad_scaler is not None:
-            return cast(Tensor, self._grad_scaler._get_scale_async())
-        if self._settings.sampled:
-            return False
-        raise RuntimeError(
-            "scaler.unscale_(optimizer) was called before the step, so the scale of the captured statistics is unknown: "
-            f"pass grad_scaler=scaler to {type(self).__name__}"
-        )
 
     def _commit(self, loss_scale: Tensor | None) -> None:
         """Pending statistics enter the averages, unless they hold NaN or Inf. One synchronisation a statistics step."""
@@ -259,26 +238,16 @@ class CurvatureOptimizer(torch.optim.Optimizer):
 
     # --- adaptive damping
 
-    def _before(self) -> dict[str, tuple[Tensor, ...]] | None:
-        """Copies of the covered parameters and gradients, on steps that adapt the damping."""
+    def _watched(self) -> Watch | None:
+        """What the quadratic model is compared with later, on steps that adapt the damping."""
         if self._adaptive is None or (self._step + 1) % self._adaptive.every:
             return None
-        ready = {name: block for name, block in self._blocks.items() if block.ready and block.weight.grad is not None}
-        return {
-            name: tuple(t.clone() for p in block.parameters for t in (p, p.grad if p.grad is not None else p * 0))
-            for name, block in ready.items()
-        }
+        return Watch([(block, self._group(block)) for block in self._blocks.values() if block.ready])
 
-    def _adapt(self, before: dict[str, tuple[Tensor, ...]], loss: Any, closure: Callable[[], Any]) -> None:
+    def _adapt(self, watch: Watch, loss: Any, closure: Callable[[], Any]) -> None:
         assert self._adaptive is not None
         sign = -1.0 if self.param_groups[0].get("maximize") else 1.0  # maximising is minimising the negated loss
-        predicted = 0.0
-        for name, copies in before.items():
-            block = self._blocks[name]
-            change = tuple(p - old for p, old in zip(block.parameters, copies[::2], strict=True))
-            linear = sum(float((d * g).sum()) for d, g in zip(change, copies[1::2], strict=True))
-            with full_precision([block.weight.device]):
-                predicted += sign * linear + 0.5 * float(block.curvature(change, self._group(block)))
+        predicted = watch.predicted(sign)
         self._paused = True
         self._activate()
         try:
@@ -366,19 +335,3 @@ def _signed(group: Mapping[str, Any]) -> float:
 def _kl_term(direction: LayerDirection, clip: Tensor | None, lr: float) -> Tensor:
     term = lr**2 * direction.inner
     return term if clip is None else term * clip
-
-
-def _refuse_sharded(model: nn.Module) -> None:
-    """Sharded parameters are refused by name: a block needs the whole weight of its layer."""
-    for name, parameter in model.named_parameters():
-        if type(parameter.data).__name__ == "DTensor" or type(parameter).__name__ == "FlatParameter":
-            raise ValueError(f"parameter {name!r} is sharded (FSDP / DTensor), which is not supported")
-    if (
-        torch.distributed.is_available()
-        and torch.distributed.is_initialized()
-        and torch.distributed.get_world_size() > 1
-    ):
-        raise ValueError(
-            f"{torch.distributed.get_world_size()} processes: statistics are not shared between processes yet, so that "
-            "replicas would drift apart; train in one process"
-        )

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
+import torch
 from torch import nn
 
 from rkfac.curvature.block import Block, Settings
@@ -109,3 +110,19 @@ def _choose(
 def _matches(name: str, module: nn.Module, patterns: tuple[str, ...]) -> bool:
     """A pattern names modules by their path or by their class."""
     return any(fnmatchcase(name, p) or fnmatchcase(type(module).__name__, p) for p in patterns)
+
+
+def refuse_sharded(model: nn.Module) -> None:
+    """Sharded parameters are refused by name: a block needs the whole weight of its layer."""
+    for name, parameter in model.named_parameters():
+        if type(parameter.data).__name__ == "DTensor" or type(parameter).__name__ == "FlatParameter":
+            raise ValueError(f"parameter {name!r} is sharded (FSDP / DTensor), which is not supported")
+    if (
+        torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+        and torch.distributed.get_world_size() > 1
+    ):
+        raise ValueError(
+            f"{torch.distributed.get_world_size()} processes: statistics are not shared between processes yet, so that "
+            "replicas would drift apart; train in one process"
+        )
