@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from rkfac.curvature.capture import Pass
 from rkfac.curvature.decompose import Decomposition, Request
+from rkfac.layers.base import Adapter
 from rkfac.linalg import DecompositionError
 
 Group = Mapping[str, Any]
@@ -75,9 +76,10 @@ class DenseDirection:
 class Block(ABC):
     """Statistics in, preconditioned gradient out, for one module."""
 
-    def __init__(self, name: str, module: nn.Module, settings: Settings) -> None:
+    def __init__(self, name: str, module: nn.Module, adapter: Adapter, settings: Settings) -> None:
         self.name = name
         self.module = module
+        self._adapter = adapter
         self.settings = settings
         self.wanted = True
         self.failures = 0
@@ -96,9 +98,10 @@ class Block(ABC):
         return weight
 
     @property
-    @abstractmethod
     def parameters(self) -> tuple[nn.Parameter, ...]:
-        """The trained parameters it preconditions together: weight, then bias if there is one."""
+        """The trained parameters it preconditions together: weight (or scale), then bias (or shift) if it is trained."""
+        bias = getattr(self.module, "bias", None)
+        return (self.weight, bias) if self.bias and isinstance(bias, nn.Parameter) else (self.weight,)
 
     @property
     @abstractmethod
@@ -126,9 +129,16 @@ class Block(ABC):
     def width(self) -> int:
         """Entries of the layer's output at one position."""
 
-    @abstractmethod
     def adjust(self) -> None:
-        """Start anew if the set of trained parameters changed."""
+        """Start anew if a bias was frozen or unfrozen: the curvature has another shape then."""
+        if self._adapter.has_bias(self.module) != self.bias:
+            self.reset()
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forget everything, for the parameters that are trained now."""
+        self.bias = self._adapter.has_bias(self.module)
+        self.discard()
 
     @abstractmethod
     def collect(self, x: Tensor, g: Tensor) -> int:

@@ -28,14 +28,14 @@ class KroneckerBlock(Block):
     """S = (G + l I)^-1 J (A + l I)^-1 or one of its kin, with the bias as last column of J."""
 
     def __init__(self, name: str, module: nn.Module, adapter: KroneckerAdapter, settings: Settings) -> None:
-        super().__init__(name, module, settings)
+        super().__init__(name, module, adapter, settings)
         self.adapter = adapter
         self._diagonal: Tensor | None = None
-        self._reset()
+        self.reset()
 
-    def _reset(self) -> None:
+    def reset(self) -> None:
         """Forget everything: at the start, and when the set of trained parameters changes."""
-        self.bias = self.adapter.has_bias(self.module)
+        super().reset()
         like = torch.empty(0, dtype=statistics_dtype(self.weight), device=self.weight.device)
         identity = self.settings.identity_start
         shape = self.adapter.input_shape(self.module, self.bias)
@@ -47,13 +47,6 @@ class KroneckerBlock(Block):
         self.output = Factor(self.adapter.output_shape(self.module), identity, like)
         self._traces: tuple[Tensor, Tensor] | None = None
         self._spectrum: tuple[tuple[int, float], Spectrum] | None = None
-        self.discard()
-
-    @property
-    def parameters(self) -> tuple[nn.Parameter, ...]:
-        """Weight, and bias where it is trained."""
-        bias = getattr(self.module, "bias", None)
-        return (self.weight, bias) if self.bias and isinstance(bias, nn.Parameter) else (self.weight,)
 
     @property
     def ready(self) -> bool:
@@ -66,11 +59,6 @@ class KroneckerBlock(Block):
     def width(self) -> int:
         """Outputs of all groups."""
         return math.prod(self.adapter.output_shape(self.module))
-
-    def adjust(self) -> None:
-        """A bias was frozen or unfrozen: the factors have another shape now."""
-        if self.adapter.has_bias(self.module) != self.bias:
-            self._reset()
 
     def collect(self, x: Tensor, g: Tensor) -> int:
         """Rows of this call join what is pending."""
@@ -266,7 +254,7 @@ class KroneckerBlock(Block):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Averages and bases, onto the model's device."""
-        self._reset()
+        self.reset()
         if state["bias"] != self.bias:
             raise ValueError("the saved state was made with another choice of trained biases")
         self.input.average.load_state_dict(state["input"])

@@ -17,24 +17,18 @@ class UnitBlock(Block):
     """(F_u + l I)^-1 [dscale_u, dshift_u] for every unit u; a relative l is measured in the largest eigenvalue of all."""
 
     def __init__(self, name: str, module: nn.Module, adapter: UnitAdapter, settings: Settings) -> None:
-        super().__init__(name, module, settings)
+        super().__init__(name, module, adapter, settings)
         self.adapter = adapter
         self._pending: Tensor | None = None
-        self._reset()
+        self.reset()
 
-    def _reset(self) -> None:
-        self.bias = self.adapter.has_bias(self.module)
+    def reset(self) -> None:
+        """Forget everything: at the start, and when the set of trained parameters changes."""
+        super().reset()
         like = torch.empty(0, dtype=statistics_dtype(self.weight), device=self.weight.device)
         self.factor = UnitFactor(self.weight.numel(), 1 + self.bias, like, self.settings.identity_start)
         self._blocks: Tensor | None = None  # as of the last refresh
         self._inverse: tuple[tuple[int, float], Tensor] | None = None
-        self.discard()
-
-    @property
-    def parameters(self) -> tuple[nn.Parameter, ...]:
-        """Scale, and shift where it is trained."""
-        bias = getattr(self.module, "bias", None)
-        return (self.weight, bias) if self.bias and isinstance(bias, nn.Parameter) else (self.weight,)
 
     @property
     def ready(self) -> bool:
@@ -50,11 +44,6 @@ class UnitBlock(Block):
     def width(self) -> int:
         """Units."""
         return self.weight.numel()
-
-    def adjust(self) -> None:
-        """A shift was frozen or unfrozen: the blocks have another shape now."""
-        if self.adapter.has_bias(self.module) != self.bias:
-            self._reset()
 
     def collect(self, x: Tensor, g: Tensor) -> int:
         """Outer products of per-sample gradients."""
@@ -138,7 +127,7 @@ class UnitBlock(Block):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Onto the model's device."""
-        self._reset()
+        self.reset()
         if state["bias"] != self.bias:
             raise ValueError("the saved state was made with another choice of trained biases")
         self.factor.average.load_state_dict(state["average"])
