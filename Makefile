@@ -17,7 +17,7 @@ demo: $(READY)  ## the main job: several optimizers on the embedded workload, ta
 	$(BIN)/rkfac compare
 
 test: $(READY)  ## the whole test suite
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 check: lint types contracts test  ## everything CI asks for
 

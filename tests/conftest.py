@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 
+# Before torch is imported: the tests' matrices are tiny, and threads that wait for each other only slow them down.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 from jaxtyping import install_import_hook
 
 # Before anything imports rkfac: every annotated shape below becomes a run-time check.

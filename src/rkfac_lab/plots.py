@@ -21,7 +21,7 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import SymLogNorm
 from matplotlib.figure import Figure
 from matplotlib.scale import FuncScale
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter, NullLocator
 
 from rkfac_lab.table_text import metric_name
 from rkfac_lab.tables import group_by_label, main_metric, targets_of, workload_of
@@ -93,6 +93,7 @@ def curves(runs: Sequence[Run], title: str | None = None) -> Figure:
         _scale_values(grid[row], quantity, [epoch.get(quantity) for run in runs for epoch in run.epochs])
         grid[row][0].set_ylabel(_axis_name(quantity))
     grid[-1][0].set_xlabel("epoch")
+    grid[-1][0].xaxis.set_major_locator(MaxNLocator(integer=True))
     grid[-1][1].set_xlabel("training time in seconds")
     _scale_seconds(grid[-1][1], runs)
     figure.suptitle(title or _title(runs), fontsize=12, color=INK)
@@ -241,7 +242,8 @@ def _accuracy_scale(axes: Axes, values: np.ndarray) -> None:
 
 def _spaced(forward: Callable[[float], Any], low: float, high: float) -> list[float]:
     """Round accuracies inside [low, high], the roundest first, none closer to another than a twelfth of the axis."""
-    wanted = (0.5, 0.9, 0.99, 0.95, 0.97, 0.8, 0.98, 0.7, 0.999, 0.3, 0.85, 0.92, 0.995, 0.94, 0.96, 0.1, 0.91, 0.93)
+    wanted = [0.5, 0.9, 0.99, 0.95, 0.97, 0.8, 0.98, 0.7, 0.999, 0.6, 0.3, 0.4, 0.2, 0.85, 0.92, 0.995, 0.94, 0.96, 0.1]
+    wanted += [percent / 100 for percent in range(1, 100)]  # for axes that lie between the roundest ones
     gap = float(forward(high) - forward(low)) / 12
     kept: list[float] = []
     for tick in wanted:

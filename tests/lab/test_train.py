@@ -68,7 +68,7 @@ def test_a_run_leaves_a_complete_folder(tmp_path):
     assert (summary["status"], summary["epochs"], summary["steps"]) == ("finished", 3, 33)
     assert (summary["workload"], summary["optimizer"], summary["label"]) == ("digits-mlp", "adamw", "adamw")
     assert summary["final"] == run.epochs[-1]
-    assert run.environment["threads"] == 1
+    assert run.environment["threads"] == torch.get_num_threads()
 
 
 def test_the_loop_computes_what_a_plain_loop_computes(tmp_path):
