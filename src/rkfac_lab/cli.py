@@ -222,7 +222,7 @@ def bench_step(
 
 def _wide_console() -> Console:
     """A table must survive being written to a file, where no terminal says how wide it is."""
-    return Console() if Console().is_terminal else Console(width=140)
+    return Console() if Console().is_terminal else Console(width=160)
 
 
 def _write_json(content: dict[str, Any], path: Path, console: Console) -> None:
