@@ -103,7 +103,9 @@ def test_a_success_in_between_forgives_earlier_failures(monkeypatch: pytest.Monk
     for _ in range(3):
         with failing(monkeypatch, "0"), pytest.warns(UserWarning, match="'0'"):
             train(model, optimizer, [rows()])
+        assert [report.failures for report in optimizer.report() if report.name == "0"] == [1]
         train(model, optimizer, [rows()])
+        assert all(report.failures == 0 for report in optimizer.report())
 
 
 def test_float32_factors_are_retried_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:

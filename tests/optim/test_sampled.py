@@ -153,6 +153,7 @@ def test_evaluating_a_model_that_returns_a_dictionary_is_no_reason_to_refuse() -
     with torch.no_grad():
         model(rows()[0])
     optimizer.step()
+    assert optimizer.state_dict()["curvature"]["step"] == 1
 
 
 def test_sample_fisher_belongs_to_the_sampled_fisher() -> None:
