@@ -172,23 +172,18 @@ class KroneckerBlock(Block):
 
     # --- step
 
-    def _gradients(self) -> tuple[Tensor, Tensor | None]:
-        """The gradient as a matrix, and the bias's as a vector, in the factors' precision."""
-        dtype = self.output.average.value.dtype
-        grads = [p.grad for p in self.parameters]
-        assert grads[0] is not None
-        J = self.adapter.matrix(self.module, grads[0]).to(dtype)
-        j = None
-        if self.bias:
-            bias_gradient = grads[1] if grads[1] is not None else torch.zeros_like(self.parameters[1])
-            j = self.adapter.vector(self.module, bias_gradient).to(dtype)
-        return J, j
+    def _gradient(self, index: int) -> Tensor:
+        """The weight's gradient as a matrix or the bias's as a vector, in the factors' precision."""
+        parameter = self.parameters[index]
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        shaped = self.adapter.vector if index else self.adapter.matrix
+        return shaped(self.module, gradient).to(self.output.average.value.dtype)
 
     def direction(self, group: Group) -> LayerDirection:
         """The two-sided solve, kept in factored form."""
         with self.timed("apply"):
             self._follow()
-            J, j = self._gradients()
+            J, j = self._gradient(0), self._gradient(1) if self.bias else None
             G, A = self.output.low, self._input_eigenvalues()
             assert G is not None
             if isinstance(A, Diagonal):
@@ -203,16 +198,15 @@ class KroneckerBlock(Block):
             if isinstance(direction, DenseDirection):
                 add_part(direction.parts[0].mT, target, factor, alpha)
                 return
-            J, j = self._gradients()
+            gradient = self._gradient(index)
             view = shaped(self.module, target)
-            in_place = view.data_ptr() == target.data_ptr() and view.dtype == J.dtype
-            work = view if in_place else torch.zeros_like(view, dtype=J.dtype)
+            in_place = view.data_ptr() == target.data_ptr() and view.dtype == gradient.dtype
+            work = view if in_place else torch.zeros_like(view, dtype=gradient.dtype)
             assert isinstance(direction, Direction)
             if index == 0:
-                direction.add_weight(work, J, factor, alpha)
+                direction.add_weight(work, gradient, factor, alpha)
             else:
-                assert j is not None
-                direction.add_bias(work, j, factor, alpha)
+                direction.add_bias(work, gradient, factor, alpha)
             if not in_place:
                 target.add_(work.reshape(target.shape).to(target.dtype))
 
