@@ -1,7 +1,6 @@
 """Curvature over time: capture, running Kronecker factors, their decompositions, one block a layer."""
 
 from rkfac.curvature.block import Block, Settings
-from rkfac.curvature.capture import Capture
 from rkfac.curvature.decompose import RSVD, SREVD, Auto, Decomposition, Exact, Nystrom
 from rkfac.curvature.fisher import Bernoulli, Categorical, Gaussian, Likelihood
 
@@ -11,7 +10,6 @@ __all__ = [
     "Auto",
     "Bernoulli",
     "Block",
-    "Capture",
     "Categorical",
     "Decomposition",
     "Exact",

@@ -1,8 +1,10 @@
 """Hooks that turn a training step's forward and backward into the statistics of each layer.
 
 A forward hook keeps the detached input and puts a tensor hook on the output (module backward hooks break under in-place
-activations). Input and gradient meet in that hook, so a forward that is never differentiated, an evaluation, and the
-recomputation of activation checkpointing count for nothing.
+activations). The gradient that arrives there is only a candidate: it counts once the same backward pass has added to the
+gradient of the layer's own weight. So a forward that is never differentiated, `torch.autograd.grad` with respect to inputs
+(adversarial examples, gradient penalties), functional transforms and the recomputation of a checkpoint count for nothing;
+and what was counted for a gradient that somebody dropped is dropped with it.
 """
 
 from __future__ import annotations
@@ -13,154 +15,273 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from rkfac.curvature.fisher import Likelihood
+from rkfac import compat
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def _eager(function: F) -> F:
-    """Keep Dynamo out: hooks have side effects. Graphs of compiled models break at the first statistics step."""
-    return cast(F, torch.compiler.disable(function))
+BROKEN_GRAPH = (
+    "rkfac collects statistics here. Hand the compiled model to the optimizer, RSKFAC(torch.compile(model), ...): it then "
+    "runs statistics steps without the graph and leaves all others whole"
+)
 
 
 class Observer(Protocol):
     """Who receives a layer's statistics."""
 
+    name: str
+    module: nn.Module
+    weight: nn.Parameter
     wanted: bool
 
-    def observe(self, x: Tensor, g: Tensor, one_pass: Pass) -> None:
-        """Input and output gradient of one call of the layer."""
+    def observe(self, x: Tensor, g: Tensor, one_pass: Any, terms: int | None) -> None:
+        """Input and output gradient of one call of the layer that counts."""
+
+    def explains(self, calls: list[tuple[Tensor, Tensor]], gradient: Tensor) -> bool | None:
+        """Whether these calls are where the weight's gradient comes from."""
+
+    def discard(self) -> None:
+        """Drop what was observed."""
 
 
 @dataclass(eq=False)
 class Pass:
     """One forward of the model: calls of a layer within it are positions, calls in another are more samples."""
 
-    samples: int
     differentiated: bool = False
-    calls: list[tuple[Observer, Tensor, GradientEdge]] = field(default_factory=list)
+    terms: int | None = None  # how many targets were drawn for it
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of a layer: its input, then the gradient at its output, then the gradient that enters the statistics."""
+
+    one_pass: Pass
+    x: Tensor
+    task: int = -1
+    gradient: Tensor | None = None
+    drawn: Tensor | None = None  # gradient of a sampled target
+    statistic: Tensor | None = None
+    backwards: int = 0
+
+
+@dataclass(eq=False)
+class Watched:
+    """A layer under observation, and what is known of it since the last step."""
+
+    observer: Observer
+    arrived: list[Call] = field(default_factory=list)  # gradients that may or may not reach the weight
+    counted: tuple[Tensor, int] | None = None  # the .grad its statistics belong to, and its version
+    followed: bool = False
+    verified: bool = False
+    foreign: str = ""  # why it must not be preconditioned after all
+    doubled: bool = False  # a graph of gradients was built through it since the last step
+    seen: bool = False  # its calls reached this capture since the last step
 
 
 class Capture:
     """All hooks of one optimizer on one model; `active` says whether the coming step collects statistics."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        likelihood: Likelihood | None = None,
-        generator: torch.Generator | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.active = True
-        self.likelihood = likelihood
-        self.generator = generator
+        self._refusal: Exception | None = None
         self._pass: Pass | None = None
+        self._tasks: set[int] = set()  # backward passes that are under way
         self._warned = False
-        self._unread = ""  # what the model returned instead of logits since the last step
-        self._handles: list[RemovableHandle] = [
-            model.register_forward_pre_hook(_RootHook(self, "begin"), with_kwargs=True),
-            model.register_forward_hook(_RootHook(self, "end"), with_kwargs=True),
-        ]
+        self._layers: dict[int, Watched] = {}
+        self._registrations: list[Callable[[], RemovableHandle]] = []
+        self._handles: list[RemovableHandle] = []
+        self.install(partial(model.register_forward_pre_hook, _RootHook(self)))
 
-    def attach(self, module: nn.Module, observer: Observer) -> None:
+    def install(self, register: Callable[[], RemovableHandle]) -> None:
+        """Put a hook in place."""
+        self._registrations.append(register)
+        self._handles.append(register())
+
+    @contextmanager
+    def unhooked(self) -> Iterator[None]:
+        """The model without any of these hooks."""
+        self._remove()
+        try:
+            yield
+        finally:
+            self._handles = [register() for register in self._registrations]
+
+    def _remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def refuse(self, refusal: Exception) -> None:
+        """Remember why the coming step must not be taken; hooks are no place to raise."""
+        self._refusal = self._refusal or refusal
+
+    def check(self) -> None:
+        """Refuse a step whose statistics cannot be what was asked for."""
+        refusal, self._refusal = self._refusal, None
+        if refusal is not None:
+            raise refusal
+
+    # --- watching layers
+
+    def attach(self, observer: Observer) -> None:
         """Watch a layer from now on."""
+        watched = Watched(observer)
+        self._layers[id(observer)] = watched
         # First of all hooks: a model that is one layer must see its call before its own end.
-        hook = _LayerHook(self, observer)
-        self._handles.append(module.register_forward_hook(hook, with_kwargs=True, prepend=True))
+        hook = _LayerHook(self, watched)
+        self.install(partial(observer.module.register_forward_hook, hook, with_kwargs=True, prepend=True))
+
+    def follow(self, observer: Observer) -> None:
+        """Notice when gradients reach the layer's weight, from the first step on that it is trained."""
+        watched = self._layers[id(observer)]
+        if not observer.weight.requires_grad or watched.followed:
+            return
+        watched.followed = True
+        self.install(partial(observer.weight.register_post_accumulate_grad_hook, _WeightHook(self, watched)))
+
+    def foreign(self, observer: Observer) -> str:
+        """Why a layer's statistics do not describe its gradient, or an empty string."""
+        return self._layers[id(observer)].foreign
+
+    def unseen(self, observer: Observer) -> bool:
+        """Whether no call of a layer came by since the last step."""
+        return not self._layers[id(observer)].seen
+
+    def forget(self) -> None:
+        """Drop everything that is under way: the step is over or its gradients are gone."""
+        self._pass = None
+        for watched in self._layers.values():
+            watched.arrived.clear()
+            watched.counted = None
+            watched.seen = watched.doubled = False
+
+    def drop_stale(self, observer: Observer) -> None:
+        """Drop statistics whose gradient is gone: `model.zero_grad()` tells no optimizer."""
+        watched = self._layers[id(observer)]
+        if watched.counted is not None and _dropped(watched.counted, observer.weight.grad):
+            watched.counted = None
+            observer.discard()
 
     def close(self) -> None:
         """Remove every hook."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._remove()
+        self._registrations = []
         self.active = False
 
-    @_eager
-    def begin(self, inputs: Iterable[Any]) -> None:
-        """A forward of the whole model starts; its batch size is the first input's leading dimension."""
-        tensor = _first_tensor(inputs)
-        self._pass = Pass(0 if tensor is None else _samples(tensor))
+    # --- what the hooks do
 
-    @_eager
-    def end(self, output: Any) -> None:
-        """The model's output is known: with a likelihood, draw targets and send their gradients back."""
-        if self.likelihood is not None and torch.is_grad_enabled() and self._pass is not None and self._pass.calls:
-            if isinstance(output, Tensor):
-                self.sample(output)
-            else:
-                self._unread = type(output).__name__
+    def new_pass(self) -> Pass:
+        """For a forward that begins."""
+        return Pass()
 
-    def sample(self, output: Tensor) -> None:
-        """Draw targets from the model's distribution and collect the gradients they cause at every layer."""
-        current = self._pass
-        if self.likelihood is None or self.generator is None or current is None or not current.calls:
-            return
-        self._unread = ""
-        calls, current.calls = current.calls, []
-        current.samples = self.likelihood.terms(output)
-        with full_precision([output.device]):
-            gradient = self.likelihood.draw_gradient(output.detach(), self.generator).to(output.dtype)
-            edges = [edge for _, _, edge in calls]
-            found = torch.autograd.grad(output, edges, gradient, retain_graph=True, allow_unused=True)
-            for (observer, x, _), g in zip(calls, found, strict=True):
-                if g is not None:
-                    observer.observe(x, g.detach(), current)
+    def begin(self) -> None:
+        """A forward of the whole model starts."""
+        self._pass = self.new_pass()
 
-    def require_sampled(self) -> None:
-        """Refuse a step whose targets were never drawn because the model returned something else than logits."""
-        if self._unread:
-            unread, self._unread = self._unread, ""
-            raise TypeError(
-                f"fisher='mc' reads the model's output as logits, but it returned {unread}: "
-                "call optimizer.sample_fisher(logits) after each forward"
-            )
-
-    @_eager
-    def called(self, observer: Observer, inputs: Iterable[Any], output: Any) -> None:
+    def called(self, watched: Watched, module: nn.Module, inputs: Iterable[Any], output: Any) -> None:
         """A layer was called while statistics are wanted."""
-        x = _first_tensor(inputs)
+        x = first_tensor(inputs)
         if x is None or not isinstance(output, Tensor) or not torch.is_grad_enabled() or not output.requires_grad:
             return
-        current = self._current(x)
-        if self.likelihood is not None:
-            if _inside_backward():
-                return  # recomputed for a backward: its targets were drawn at the end of the forward
-            # An edge, not the tensor: an in-place activation would turn the tensor into its own output.
-            current.calls.append((observer, x.detach(), get_gradient_edge(output)))
+        if compat.inside_functional_transform():
             return
-        seen: list[bool] = []
-        output.register_hook(partial(self._arrived, observer, x.detach(), current, seen))
+        if module is not watched.observer.module or compat.is_replica(module):
+            self.refuse(RuntimeError("nn.DataParallel is not supported: it runs copies of the layers; use one device"))
+            return
+        watched.seen = True
+        call = Call(self._current(), x.detach())
+        self.registered(watched, call, output)
+        output.register_hook(_ArrivalHook(self, watched, call))
 
-    def _arrived(self, observer: Observer, x: Tensor, current: Pass, seen: list[bool], g: Tensor) -> None:
-        if seen and not self._warned:
+    def registered(self, watched: Watched, call: Call, output: Tensor) -> None:
+        """A call that may come to count; sampled targets need to know its place in the graph."""
+
+    def arrived(self, watched: Watched, call: Call, g: Tensor) -> None:
+        """A gradient reached a layer's output: a candidate, until the same backward reaches the weight."""
+        call.one_pass.differentiated = True
+        if torch.is_grad_enabled():
+            watched.doubled = True  # a gradient of gradients: the weight will have other sources as well
+        if not self.active or not watched.observer.wanted:
+            return
+        if call.backwards and not self._warned:
             self._warned = True
             warnings.warn(
                 "one forward pass was differentiated twice in a step; each backward counts as samples of its own. "
                 "Add the losses and call backward once for exact statistics.",
                 stacklevel=2,
             )
-        seen.append(True)
-        current.differentiated = True
-        if self.active and observer.wanted:
-            with full_precision([g.device]):
-                observer.observe(x, g.detach(), current)
+        self.drop_stale(watched.observer)
+        task = compat.graph_task()
+        call.task, call.gradient = task, g.detach()
+        call.statistic = self.statistic(call)
+        if task not in self._tasks:
+            self._tasks.add(task)
+            compat.when_backward_ends(lambda: self._ended(task))
+        watched.arrived.append(call)
 
-    def _current(self, x: Tensor) -> Pass:
+    def _ended(self, task: int) -> None:
+        """A backward pass is over: what has not reached its weight by now never will."""
+        self._tasks.discard(task)
+        for watched in self._layers.values():
+            if watched.arrived:
+                watched.arrived = [call for call in watched.arrived if call.task != task]
+
+    def statistic(self, call: Call) -> Tensor | None:
+        """What enters the statistics for a call: the gradient of the loss itself (the empirical Fisher)."""
+        return call.gradient
+
+    def accumulated(self, watched: Watched) -> None:
+        """The weight's gradient has grown: what arrived in this backward pass counts."""
+        task, observer = compat.graph_task(), watched.observer
+        calls = [call for call in watched.arrived if call.task == task]
+        if not calls:
+            return
+        watched.arrived = [call for call in watched.arrived if call.task != task]
+        gradient = observer.weight.grad
+        assert gradient is not None
+        with full_precision([gradient.device]):
+            if not watched.verified and watched.counted is None and not watched.doubled:
+                self._verify(watched, calls, gradient)
+            if not watched.foreign:
+                for call in calls:
+                    call.backwards += 1
+                    if call.statistic is not None:
+                        observer.observe(call.x, call.statistic, call.one_pass, call.one_pass.terms)
+        for call in calls:
+            call.gradient = call.statistic = None
+        watched.counted = (gradient, gradient._version)
+
+    def _verify(self, watched: Watched, calls: list[Call], gradient: Tensor) -> None:
+        """Once a layer: see that its gradient is what its calls say it is."""
+        pairs = [(call.x, call.gradient) for call in calls if call.gradient is not None]
+        explained = watched.observer.explains(pairs, gradient)
+        watched.verified = explained is not None
+        if explained is False:
+            watched.foreign = (
+                "most of its weight's gradient does not come from calling it: the weight is used by hand somewhere, as in "
+                "F.linear(h, embedding.weight), or the loss holds a large term of the weight itself"
+            )
+            warnings.warn(
+                f"layer {watched.observer.name!r} trains by the fallback rule: {watched.foreign}", stacklevel=2
+            )
+
+    def _current(self) -> Pass:
         """The running pass; a new one when layers are called without the model, after a backward."""
-        if self._pass is None or (self._pass.differentiated and not _inside_backward()):
-            self._pass = Pass(_samples(x))
+        if self._pass is None or (self._pass.differentiated and compat.graph_task() == -1):
+            self._pass = self.new_pass()
         return self._pass
 
 
-def _inside_backward() -> bool:
-    """Whether a backward pass is running: then a forward is the recomputation of a checkpoint."""
-    return bool(torch._C._current_graph_task_id() != -1)
+def _dropped(counted: tuple[Tensor, int], gradient: Tensor | None) -> bool:
+    """Whether the gradient that statistics were counted for was set to None, replaced or zeroed since."""
+    known, version = counted
+    if gradient is not known:
+        return True
+    return gradient._version != version and not bool(gradient.any())  # scaled or clipped is not dropped
 
 
 @contextmanager
@@ -173,6 +294,9 @@ def full_precision(devices: Iterable[torch.device]) -> Iterator[None]:
         yield
 
 
+# --- hooks
+
+
 class _Inert:
     """What a hook becomes in a copied or unpickled model: nothing. The copy is not the model being optimized."""
 
@@ -180,8 +304,12 @@ class _Inert:
         return None
 
 
-class _Hook:
-    """A hook that does not travel with copies of the model, and does not keep a dropped optimizer alive."""
+class NotScriptable(AttributeError):
+    """torch.jit.script compiles a model's hooks, and these are not for it."""
+
+
+class Hook:
+    """A hook that does not travel with copies of the model."""
 
     def __init__(self, capture: Capture) -> None:
         self.capture = capture
@@ -189,37 +317,60 @@ class _Hook:
     def __reduce__(self) -> tuple[type[_Inert], tuple[()]]:
         return _Inert, ()
 
+    @property
+    def __name__(self) -> str:
+        """Asked for by torch.jit.script alone."""
+        raise NotScriptable(
+            "a model cannot be scripted while an rkfac optimizer watches it: script it inside "
+            "`with optimizer.unhooked():`, or after optimizer.close()"
+        )
 
-class _LayerHook(_Hook):
-    def __init__(self, capture: Capture, observer: Observer) -> None:
+
+class _RootHook(Hook):
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if self.capture.active:
+            _begin(self.capture)
+
+
+class _LayerHook(Hook):
+    def __init__(self, capture: Capture, watched: Watched) -> None:
         super().__init__(capture)
-        self.observer = observer
+        self.watched = watched
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if self.capture.active and self.observer.wanted and module.training:
-            self.capture.called(self.observer, (*args, *kwargs.values()), output)
+        if self.capture.active and self.watched.observer.wanted:
+            _called(self.capture, self.watched, module, (*args, *kwargs.values()), output)
 
 
-class _RootHook(_Hook):
-    def __init__(self, capture: Capture, event: str) -> None:
-        super().__init__(capture)
-        self.event = event
+class _ArrivalHook(_LayerHook):
+    def __init__(self, capture: Capture, watched: Watched, call: Call) -> None:
+        super().__init__(capture, watched)
+        self.call = call
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *output: Any) -> None:
-        if not self.capture.active or not module.training:
-            return
-        if self.event == "begin":
-            self.capture.begin((*args, *kwargs.values()))
-        else:
-            self.capture.end(output[0])
+    def __call__(self, g: Tensor) -> None:  # type: ignore[override]
+        self.capture.arrived(self.watched, self.call, g)
 
 
-def _samples(x: Tensor) -> int:
-    """Leading dimension; a vector of features is one sample, a vector of indices is many."""
-    return x.shape[0] if x.ndim > 1 or (x.ndim == 1 and not x.is_floating_point()) else 1
+class _WeightHook(_LayerHook):
+    def __call__(self, weight: Tensor) -> None:  # type: ignore[override]
+        if self.watched.arrived:
+            self.capture.accumulated(self.watched)
 
 
-def _first_tensor(values: Iterable[Any]) -> Tensor | None:
+def _begin(capture: Capture) -> None:
+    capture.begin()
+
+
+def _called(capture: Capture, watched: Watched, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+    capture.called(watched, module, inputs, output)
+
+
+# Hooks have side effects: Dynamo must run them, not trace them.
+_begin = compat.out_of_graphs(_begin, BROKEN_GRAPH)
+_called = compat.out_of_graphs(_called, BROKEN_GRAPH)
+
+
+def first_tensor(values: Iterable[Any]) -> Tensor | None:
     """The first tensor among arguments, one level inside lists, tuples and dicts."""
     for value in values:
         if isinstance(value, Tensor):

@@ -1,6 +1,6 @@
 """Strategies that decompose a running factor: small frozen values, chosen by `decomposition=`.
 
-A field left None is taken from the optimizer's parameter group, where schedulers can change it.
+A field left None is taken from the request, that is from the optimizer's parameter group, where schedulers can change it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,16 @@ from rkfac.linalg import LowRank
 from rkfac.linalg.checks import require_positive
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Request:
-    """What the optimizer asks of a decomposition this time."""
+    """All that a decomposition needs, so that it can run here, on another process or in the background.
 
+    The matrix to decompose is matrix + shift * I. What matters of its spectrum is decided by the damping in force
+    (`relative`: in units of the largest eigenvalue); `offset` is an identity kept apart from the matrix, which damps too.
+    """
+
+    strategy: Decomposition
+    name: str
     rank: int | str
     oversampling: int
     power_iterations: int
@@ -30,24 +36,34 @@ class Request:
     damping: float
     relative: bool
     generator: torch.Generator
-    name: str
+    matrix: Tensor | None = None
+    start: Tensor | None = None
+    shift: float = 0.0
+    offset: float = 0.0
+
+    @property
+    def X(self) -> Tensor:
+        """The matrix, which the factor has put in."""
+        if self.matrix is None:
+            raise ValueError(f"the request for {self.name} has no matrix")
+        return self.matrix
 
 
 class Decomposition(ABC):
-    """refresh(X, previous, request) -> LowRank: the expensive part of a step, every `inverse_every` steps."""
+    """decompose(request) -> LowRank: the expensive part of a step, every `inverse_every` steps."""
 
     @abstractmethod
-    def refresh(self, X: Tensor, previous: LowRank | None, request: Request) -> LowRank:
-        """Decompose the running factor X, `previous` being the last answer."""
+    def decompose(self, request: Request) -> LowRank:
+        """Eigenpairs of the request's matrix; DecompositionError when that fails."""
 
 
 @dataclass(frozen=True)
 class Exact(Decomposition):
     """The full eigendecomposition: K-FAC proper, cubic in the layer's width. `rank` has no meaning here."""
 
-    def refresh(self, X: Tensor, previous: LowRank | None, request: Request) -> LowRank:
+    def decompose(self, request: Request) -> LowRank:
         """All eigenpairs."""
-        return linalg.eigh(X, tail=request.tail, name=request.name)
+        return linalg.eigh(request.X, tail=request.tail, shift=request.shift, name=request.name)
 
 
 @dataclass(frozen=True)
@@ -74,17 +90,17 @@ class _Sketched(Decomposition):
         if not 0 < self.share < 1:
             raise ValueError(f"share must lie between 0 and 1, got {self.share}")
 
-    def refresh(self, X: Tensor, previous: LowRank | None, request: Request) -> LowRank:
-        """Sketch X, from the previous basis where a warm start is wanted."""
+    def decompose(self, request: Request) -> LowRank:
+        """Sketch the matrix, from the previous basis where a warm start is wanted."""
         rank = request.rank if self.rank is None else self.rank
         oversampling = request.oversampling if self.oversampling is None else self.oversampling
         power_iterations = request.power_iterations if self.power_iterations is None else self.power_iterations
         warm = request.warm_start if self.warm_start is None else self.warm_start
-        start = previous.U if warm and previous is not None else None
+        start = request.start if warm else None
         method = type(self).method
         if isinstance(rank, int):
             return method(
-                X,
+                request.X,
                 rank,
                 oversampling,
                 power_iterations,
@@ -92,11 +108,12 @@ class _Sketched(Decomposition):
                 tail=request.tail,
                 generator=request.generator,
                 name=request.name,
+                shift=request.shift,
             )
-        if X.ndim > 2:  # ranks would differ between the groups; their factors are small anyway
-            return linalg.eigh(X, tail=request.tail, name=request.name)
+        if request.X.ndim > 2:  # ranks would differ between the groups; their factors are small anyway
+            return Exact().decompose(request)
         return linalg.adaptive(
-            X,
+            request.X,
             request.damping,
             method=method,
             relative=request.relative,
@@ -107,6 +124,8 @@ class _Sketched(Decomposition):
             tail=request.tail,
             generator=request.generator,
             name=request.name,
+            shift=request.shift,
+            offset=request.offset,
         )
 
 
@@ -143,7 +162,7 @@ class Auto(Decomposition):
         if not isinstance(self.large, Decomposition):
             raise ValueError(f"large must be a strategy such as rkfac.Nystrom(), got {self.large!r}")
 
-    def refresh(self, X: Tensor, previous: LowRank | None, request: Request) -> LowRank:
+    def decompose(self, request: Request) -> LowRank:
         """By the factor's size."""
-        chosen = Exact() if X.shape[-1] <= self.exact_up_to else self.large
-        return chosen.refresh(X, previous, request)
+        chosen = Exact() if request.X.shape[-1] <= self.exact_up_to else self.large
+        return chosen.decompose(request)

@@ -33,6 +33,8 @@ class Categorical(Likelihood):
     class_dim: int | None = None
 
     def _logits(self, output: Tensor) -> Tensor:
+        if output.ndim == 0:
+            raise ValueError("it is a single number, not logits")
         if self.class_dim is None and output.ndim > 2:
             raise ValueError(
                 f"the model's output has shape {tuple(output.shape)}: say where the classes are with "
@@ -44,7 +46,8 @@ class Categorical(Likelihood):
         """softmax - one-hot of a drawn class."""
         logits = self._logits(output.float() if output.dtype != torch.float64 else output)
         p = logits.softmax(-1)
-        labels = torch.multinomial(p.reshape(-1, p.shape[-1]), 1, generator=generator).view(p.shape[:-1])
+        flat = p.reshape(-1, p.shape[-1]).to(generator.device)  # drawn where the generator lives
+        labels = torch.multinomial(flat, 1, generator=generator).to(p.device).view(p.shape[:-1])
         g = p.scatter_add(-1, labels[..., None], p.new_full((*labels.shape, 1), -1.0))
         return g.movedim(-1, -1 if self.class_dim is None else self.class_dim)
 
@@ -60,11 +63,11 @@ class Gaussian(Likelihood):
     def draw_gradient(self, output: Tensor, generator: torch.Generator) -> Tensor:
         """output - y is standard normal."""
         dtype = torch.float64 if output.dtype == torch.float64 else torch.float32
-        return torch.randn(output.shape, dtype=dtype, device=output.device, generator=generator)
+        return torch.randn(output.shape, dtype=dtype, device=generator.device, generator=generator).to(output.device)
 
     def terms(self, output: Tensor) -> int:
         """One a sample."""
-        return output.shape[0]
+        return output.shape[0] if output.ndim else 1
 
 
 @dataclass(frozen=True)
@@ -74,11 +77,11 @@ class Bernoulli(Likelihood):
     def draw_gradient(self, output: Tensor, generator: torch.Generator) -> Tensor:
         """sigmoid - drawn bit."""
         p = (output.float() if output.dtype != torch.float64 else output).sigmoid()
-        return p - torch.bernoulli(p, generator=generator)
+        return p - torch.bernoulli(p.to(generator.device), generator=generator).to(p.device)
 
     def terms(self, output: Tensor) -> int:
         """One a sample."""
-        return output.shape[0]
+        return output.shape[0] if output.ndim else 1
 
 
 NAMED: dict[str, Likelihood] = {"categorical": Categorical(), "gaussian": Gaussian(), "bernoulli": Bernoulli()}

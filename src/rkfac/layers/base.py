@@ -3,8 +3,8 @@
 A Kronecker adapter turns a module's input x and the gradient at its output into rows a (n, d_in) and g (n, d_out) such
 that sum_n g_n a_n^T is the gradient of the weight as a matrix, the bias being the last column of a (all ones). Rows of a
 grouped convolution carry a leading group dimension. With weight_sharing="reduce" positions are averaged (a) and summed
-(g) within a sample, and n is the number of samples.
-A unit adapter serves scale-and-shift layers: per-sample gradients (n, units, 1 or 2).
+(g) within a sample, the first dimension being the samples, and n is their number.
+A unit adapter serves scale-and-shift layers: gradients (n, units, 1 or 2), a sample each.
 """
 
 from __future__ import annotations
@@ -27,9 +27,18 @@ class Adapter(ABC):
         """Why this very module cannot be covered, or an empty string."""
         return ""
 
-    @abstractmethod
     def has_bias(self, module: nn.Module) -> bool:
-        """Whether a trainable bias (or shift) takes part."""
+        """Whether a bias (or shift) takes part: one that is trained."""
+        bias = own_parameters(module).get("bias")
+        return bias is not None and bias.requires_grad
+
+    @abstractmethod
+    def gradient(self, module: nn.Module, x: Tensor, g: Tensor) -> Tensor:
+        """The weight's gradient that one call with input x and output gradient g explains."""
+
+    def samples(self, module: nn.Module, x: Tensor) -> int | None:
+        """Samples in an input, where its shape says so for certain; None: every leading position counts as one."""
+        return None
 
 
 class KroneckerAdapter(Adapter):
@@ -63,23 +72,31 @@ class KroneckerAdapter(Adapter):
         """A tensor of the bias's shape as rows of the matrix."""
         return bias
 
-    def has_bias(self, module: nn.Module) -> bool:
-        """A bias that is trained."""
-        bias = module._parameters.get("bias")
-        return bias is not None and bias.requires_grad
+    def gradient(self, module: nn.Module, x: Tensor, g: Tensor) -> Tensor:
+        """sum g a^T."""
+        rows, at = self.output_rows(module, x, g, "expand"), 0
+        total: Tensor | None = None
+        for a in self.input_rows(module, x, False, "expand"):
+            part = rows[..., at : at + a.shape[-2], :].mT @ a
+            total, at = part if total is None else total + part, at + a.shape[-2]
+        assert total is not None
+        return self.tensor(module, total)
+
+    def tensor(self, module: nn.Module, matrix: Tensor) -> Tensor:
+        """A matrix (d_out, d_in) as a tensor of the weight's shape: the inverse of `matrix`."""
+        return matrix.reshape(own_parameters(module)["weight"].shape)
 
 
 class UnitAdapter(Adapter):
     """A layer that scales and shifts each unit: its Fisher is a small block a unit."""
 
     @abstractmethod
-    def unit_gradients(self, module: nn.Module, x: Tensor, g: Tensor) -> Tensor:
-        """Per-sample gradients (n, units, 2) of (scale, shift), or (n, units, 1) without a trained shift."""
+    def unit_gradients(self, module: nn.Module, x: Tensor, g: Tensor, sharing: str) -> Tensor:
+        """Gradients (n, units, 2) of (scale, shift), a sample each, or (n, units, 1) without a trained shift."""
 
-    def has_bias(self, module: nn.Module) -> bool:
-        """A shift that is trained."""
-        bias = module._parameters.get("bias")
-        return bias is not None and bias.requires_grad
+    def gradient(self, module: nn.Module, x: Tensor, g: Tensor) -> Tensor:
+        """The sum over samples of the scale's part."""
+        return self.unit_gradients(module, x, g, "reduce").sum(0)[:, 0].reshape(own_parameters(module)["weight"].shape)
 
 
 @dataclass(frozen=True)
@@ -87,6 +104,11 @@ class Uncovered:
     """A module no adapter serves, and why."""
 
     reason: str
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """A module's own parameters by name, those of its children left out."""
+    return dict(module.named_parameters(recurse=False, remove_duplicate=False))
 
 
 _REGISTRY: dict[type[nn.Module], Adapter] = {}
@@ -109,7 +131,7 @@ def adapter_for(module: nn.Module) -> Adapter | Uncovered:
 
     A subclass is served only if it kept its ancestor's `forward`; one with a forward of its own may mean anything.
     """
-    if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module._parameters.values()):
+    if any(isinstance(p, nn.parameter.UninitializedParameter) for p in own_parameters(module).values()):
         return Uncovered("its parameters are not initialised yet: run one forward before building the optimizer")
     for base, adapter in _REGISTRY.items():
         if not isinstance(module, base):
@@ -118,11 +140,16 @@ def adapter_for(module: nn.Module) -> Adapter | Uncovered:
             own = module.__dict__.get(method, getattr(type(module), method, None))
             if own is not getattr(base, method, None):
                 return Uncovered(f"{type(module).__name__} overrides {method} of {base.__name__}")
-        if not isinstance(module._parameters.get("weight"), nn.Parameter):
+        if "weight" not in own_parameters(module):
             return Uncovered("its weight is not a plain parameter (missing or parametrized)")
         reason = adapter.refusal(module)
         return Uncovered(reason) if reason else adapter
     return Uncovered(f"no adapter for {type(module).__name__}")
+
+
+def known_classes() -> tuple[str, ...]:
+    """Names of the module classes the registry knows."""
+    return tuple(kind.__name__ for kind in _REGISTRY)
 
 
 def statistics_dtype(x: Tensor) -> torch.dtype:

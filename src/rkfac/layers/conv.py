@@ -9,6 +9,7 @@ from typing import cast
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rkfac.compat import padding_of
 from rkfac.layers.base import MAX_CHUNK, KroneckerAdapter, append_one, register, statistics_dtype
 
 Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
@@ -55,6 +56,10 @@ class ConvAdapter(KroneckerAdapter):
         groups = cast(Conv, module).groups
         return weight.reshape(groups, weight.shape[0] // groups, -1) if groups > 1 else weight.flatten(1)
 
+    def samples(self, module: nn.Module, x: Tensor) -> int | None:
+        """The first dimension of a batch; an image alone is one sample."""
+        return _batched(cast(Conv, module), x).shape[0]
+
     def vector(self, module: nn.Module, bias: Tensor) -> Tensor:
         """([groups,] outputs of a group)."""
         groups = cast(Conv, module).groups
@@ -66,7 +71,7 @@ def _batched(conv: Conv, x: Tensor) -> Tensor:
 
 
 def _output_size(conv: Conv, x: Tensor) -> list[int]:
-    padding = conv._reversed_padding_repeated_twice
+    padding = padding_of(conv)
     sizes = []
     for i, (size, kernel) in enumerate(zip(x.shape[2:], conv.kernel_size, strict=True)):
         at = 2 * (len(conv.kernel_size) - 1 - i)  # F.pad lists dimensions from the last to the first
@@ -79,7 +84,7 @@ def _patches(conv: Conv, x: Tensor) -> Tensor:
     """(groups, n, positions, channels of a group x kernel): a strided view of the padded input, copied once."""
     size = _output_size(conv, x)
     mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
-    padding = list(conv._reversed_padding_repeated_twice)
+    padding = padding_of(conv)
     if any(padding):
         x = F.pad(x, padding, mode=mode)
     n, channels = x.shape[:2]

@@ -58,3 +58,12 @@ class EmbeddingAdapter(KroneckerAdapter):
     def matrix(self, module: nn.Module, weight: Tensor) -> Tensor:
         """The table transposed: (width, rows of the table)."""
         return weight.mT
+
+    def gradient(self, module: nn.Module, x: Tensor, g: Tensor) -> Tensor:
+        """Each looked-up row gets the gradients of its positions."""
+        rows = self.output_rows(module, x, g, "expand")
+        return rows.new_zeros(cast(nn.Embedding, module).weight.shape).index_add_(0, x.flatten(), rows)
+
+    def tensor(self, module: nn.Module, matrix: Tensor) -> Tensor:
+        """Transposed back."""
+        return matrix.mT

@@ -18,26 +18,34 @@ class _NormAdapter(UnitAdapter):
         """The input normalised anew: (output - shift) / scale would break where a scale is zero."""
         raise AssertionError("every norm adapter defines normalised")
 
-    def by_unit(self, module: nn.Module, t: Tensor) -> Tensor:
+    def by_unit(self, module: nn.Module, t: Tensor, sharing: str) -> Tensor:
         """(samples, units, positions)."""
         return t.reshape(t.shape[0], t.shape[1], -1)
 
-    def unit_gradients(self, module: nn.Module, x: Tensor, g: Tensor) -> Tensor:
+    def unit_gradients(self, module: nn.Module, x: Tensor, g: Tensor, sharing: str) -> Tensor:
         """(samples, units, 2), or (samples, units, 1) without a trained shift."""
         g = g.to(statistics_dtype(g))
-        scale = self.by_unit(module, g * self.normalised(module, x.to(g.dtype))).sum(-1)
+        scale = self.by_unit(module, g * self.normalised(module, x.to(g.dtype)), sharing).sum(-1)
         if not self.has_bias(module):
             return scale[..., None]
-        return torch.stack([scale, self.by_unit(module, g).sum(-1)], dim=-1)
+        return torch.stack([scale, self.by_unit(module, g, sharing).sum(-1)], dim=-1)
 
 
 @register(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 class BatchNormAdapter(_NormAdapter):
-    """Batch statistics, as in the training-mode forward that was captured."""
+    """Batch statistics in training mode, running ones in evaluation mode, as in the forward itself."""
 
     def normalised(self, module: nn.Module, x: Tensor) -> Tensor:
-        """By the batch's own mean and variance."""
-        return F.batch_norm(x, None, None, training=True, eps=cast(nn.BatchNorm2d, module).eps)
+        """By the mean and variance in force."""
+        norm = cast(nn.BatchNorm2d, module)
+        if norm.training or norm.running_mean is None or norm.running_var is None:
+            return F.batch_norm(x, None, None, training=True, eps=norm.eps)
+        mean, variance = norm.running_mean.to(x), norm.running_var.to(x)
+        return F.batch_norm(x, mean, variance, training=False, eps=norm.eps)
+
+    def samples(self, module: nn.Module, x: Tensor) -> int | None:
+        """The first dimension."""
+        return x.shape[0]
 
 
 @register(nn.GroupNorm)
@@ -49,15 +57,20 @@ class GroupNormAdapter(_NormAdapter):
         norm = cast(nn.GroupNorm, module)
         return F.group_norm(x, norm.num_groups, eps=norm.eps)
 
+    def samples(self, module: nn.Module, x: Tensor) -> int | None:
+        """The first dimension."""
+        return x.shape[0]
+
 
 class _LastDimensions(_NormAdapter):
-    """Units are the trailing dimensions; everything between them and the sample is a position."""
+    """Units are the trailing dimensions; what stands before them are samples, or samples and positions ("reduce")."""
 
-    def by_unit(self, module: nn.Module, t: Tensor) -> Tensor:
+    def by_unit(self, module: nn.Module, t: Tensor, sharing: str) -> Tensor:
         """(samples, units, positions)."""
         units = cast(nn.LayerNorm, module).normalized_shape
         t = t.flatten(t.ndim - len(units))
-        return (t[None] if t.ndim == 1 else t).reshape(t.shape[0] if t.ndim > 1 else 1, -1, t.shape[-1]).mT
+        samples = t.shape[0] if sharing == "reduce" and t.ndim > 1 else t[..., 0].numel()
+        return t.reshape(samples, -1, t.shape[-1]).mT
 
 
 @register(nn.LayerNorm)

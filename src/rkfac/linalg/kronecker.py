@@ -1,14 +1,16 @@
-"""The two-sided solve of one layer, S = (G + l I)^-1 J (A + l I)^-1 or its product-damped kin, without forming S.
+"""The two-sided solve of one layer: S = (G + l I)^-1 J (A + l I)^-1 or its product-damped kin.
 
 With U_G, U_A the kept bases, J splits into four blocks: kept x kept, kept x rest, rest x kept, rest x rest. A damped
-Kronecker inverse multiplies the first entry by entry, the next two by a vector, the last by a number (`Spectrum`).
-Summed up this is S = c J + left @ right with inner dimension r_G + r_A, so S can be added to a parameter in place, and its
-norm and its inner product with J come from small matrices.
+Kronecker inverse multiplies the first entry by entry, the next two by a vector, the last by a number (`Multipliers`).
+All of it works on numbers of size one: multipliers are kept in units of the largest, J in units of its own peak, and the
+true size of S is one float64 number beside it, so that nothing overflows or vanishes on the way.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import singledispatch
 
 import torch
 from torch import Tensor
@@ -16,15 +18,9 @@ from torch import Tensor
 from rkfac.linalg.lowrank import LowRank
 from rkfac.linalg.shapes import Float
 
-
-@dataclass(frozen=True, eq=False)
-class Spectrum:
-    """What the damped inverse does to each of the four blocks of J: reciprocals of (eigenvalue + damping)."""
-
-    both: Float[Tensor, "*batch rg ra"]
-    output: Float[Tensor, "*batch rg"]
-    input: Float[Tensor, "*batch ra"]
-    rest: Float[Tensor, "*batch"]
+# Share of rounding in S up to which the short formula J + left @ right may be used: there the kept modes come out as
+# differences of terms as large as the largest multiplier.
+TOLERATED = 4e-5
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,148 +34,204 @@ class Diagonal:
         """Nothing is discarded."""
         return self.s.new_zeros(())
 
+    @property
+    def full(self) -> bool:
+        """Nothing is discarded."""
+        return True
 
-def factored_spectrum(
-    G: LowRank, A: LowRank | Diagonal, damping_G: float | Tensor, damping_A: float | Tensor
-) -> Spectrum:
-    """(G + l_G I)^-1 J (A + l_A I)^-1: the paper's rule (Algorithms 1 and 4)."""
-    g, g_rest = _inverse(G, damping_G)
-    a, a_rest = _inverse(A, damping_A)
-    return Spectrum(
-        both=g[..., :, None] * a[..., None, :],
-        output=g * a_rest[..., None],
-        input=a * g_rest[..., None],
-        rest=g_rest * a_rest,
-    )
-
-
-def product_spectrum(G: LowRank, A: LowRank | Diagonal, damping: float | Tensor) -> Spectrum:
-    """(A (x) G + l I)^-1 vec J: damping on the product spectrum, all four blocks."""
-    l = torch.as_tensor(damping, dtype=G.s.dtype, device=G.s.device)
-    g, a, g_rest, a_rest = G.s, A.s, G.fill, A.fill
-    return Spectrum(
-        both=1 / (g[..., :, None] * a[..., None, :] + l[..., None, None]),
-        output=1 / (g * a_rest[..., None] + l[..., None]),
-        input=1 / (a * g_rest[..., None] + l[..., None]),
-        rest=1 / (g_rest * a_rest + l),
-    )
-
-
-def _inverse(low: LowRank | Diagonal, damping: float | Tensor) -> tuple[Tensor, Tensor]:
-    """Reciprocals of the damped kept eigenvalues and of the damped rest."""
-    l = torch.as_tensor(damping, dtype=low.s.dtype, device=low.s.device)
-    return 1 / (low.s + l[..., None]), 1 / (low.fill + l)
+    def __matmul__(self, V: Float[Tensor, "d k"]) -> Float[Tensor, "d k"]:
+        """The matrix times V."""
+        return self.s[:, None].to(V) * V
 
 
 @dataclass(frozen=True, eq=False)
-class Direction:
-    """S = scale * J + left @ right for the gradient J it was made from, with ||S||^2 and <S, J> at hand.
+class Multipliers:
+    """What the damped inverse does to the four blocks of J: `scale` times values of at most one, all in float64.
 
-    A bias, when the layer has one, is the last column of `right` and of J.
+    A block that does not exist, because nothing was discarded on its side, is multiplied by zero.
     """
 
-    scale: Float[Tensor, "*batch"] | None
-    left: Float[Tensor, "*batch dg k"]
-    right: Float[Tensor, "*batch k da"]
-    squared_norm: Float[Tensor, ""]
-    inner: Float[Tensor, ""]
+    both: Float[Tensor, "*batch rg ra"]
+    output: Float[Tensor, "*batch rg"]
+    input: Float[Tensor, "*batch ra"]
+    rest: Float[Tensor, "*batch"]
+    scale: Float[Tensor, ""]
 
-    def add_weight(
-        self,
-        weight: Float[Tensor, "*batch dg dw"],
-        J: Float[Tensor, "*batch dg dw"],
-        factor: Float[Tensor, ""] | None = None,
-        alpha: float = 1.0,
-    ) -> None:
-        """weight += alpha * factor * (S without its bias column), in place, no temporary of the weight's size.
+    def spread(self) -> float:
+        """Largest multiplier over the smallest that acts on kept modes of the same group."""
+        return float((1 / self.both.amin((-2, -1))).max())
 
-        `factor` stays a tensor so that a clip decided on the device costs no synchronisation.
-        """
-        if self.scale is not None:
-            weight.addcmul_(J, _times(self.scale, factor)[..., None, None], value=alpha)
-        right = self.right[..., : weight.shape[-1]]
-        if weight.ndim == 2:
-            weight.addmm_(_times(self.left, factor), right, alpha=alpha)
+
+def factored(
+    G: LowRank, A: LowRank | Diagonal, damping_G: float | Tensor, damping_A: float | Tensor
+) -> Multipliers:
+    """(G + l_G I)^-1 J (A + l_A I)^-1: the paper's rule (Algorithms 1 and 4)."""
+    g, g_rest = _reciprocals(G, damping_G)
+    a, a_rest = _reciprocals(A, damping_A)
+    return _normalised(
+        g[..., :, None] * a[..., None, :], g * a_rest[..., None], a * g_rest[..., None], g_rest * a_rest
+    )
+
+
+def product(G: LowRank, A: LowRank | Diagonal, damping: float | Tensor) -> Multipliers:
+    """(A (x) G + l I)^-1 vec J: damping on the product spectrum, all four blocks."""
+    g, a, g_rest, a_rest = (t.double() for t in (G.s, A.s, G.fill, A.fill))
+    l = torch.as_tensor(damping, dtype=torch.float64, device=g.device)
+    discarded_G, discarded_A = float(not G.full), float(not A.full)
+    return _normalised(
+        1 / (g[..., :, None] * a[..., None, :] + l[..., None, None]),
+        discarded_A / (g * a_rest[..., None] + l[..., None]),
+        discarded_G / (a * g_rest[..., None] + l[..., None]),
+        discarded_G * discarded_A / (g_rest * a_rest + l),
+    )
+
+
+def _reciprocals(low: LowRank | Diagonal, damping: float | Tensor) -> tuple[Tensor, Tensor]:
+    """Of the damped kept eigenvalues and of the damped rest, in float64; zero for a rest that does not exist."""
+    s = low.s.double()
+    l = torch.as_tensor(damping, dtype=torch.float64, device=s.device)
+    rest = 1 / (low.fill.double() + l)
+    return 1 / (s + l[..., None]), torch.zeros_like(rest) if low.full else rest
+
+
+def _normalised(both: Tensor, output: Tensor, input: Tensor, rest: Tensor) -> Multipliers:
+    """In units of the largest."""
+    scale = torch.stack([t.amax() for t in (both, output, input, rest)]).amax()
+    return Multipliers(both / scale, output / scale, input / scale, rest / scale, scale)
+
+
+@dataclass(frozen=True, eq=False)
+class Solution:
+    """S = scale * matrix, the matrix having entries of about one; `scale` is a float64 number on the device."""
+
+    matrix: Float[Tensor, "*batch dg da"]
+    scale: Float[Tensor, ""]
+
+    def dense(self) -> Float[Tensor, "*batch dg da"]:
+        """S in float64 (inspection and tests)."""
+        return self.matrix.double() * self.scale
+
+
+class Preconditioner(ABC):
+    """A damped Kronecker inverse made ready for many gradients."""
+
+    @abstractmethod
+    def solve(self, J: Float[Tensor, "*batch dg dw"], j: Float[Tensor, "*batch dg"] | None) -> Solution:
+        """S for the gradient [J | j]: J the weight's as a matrix, j the bias's (None without bias)."""
+
+
+@singledispatch
+def preconditioner(A: LowRank | Diagonal, G: LowRank, multipliers: Multipliers) -> Preconditioner:
+    """The inverse for an input factor A and an output factor G; 4 (r_G + r_A) d_G d_A flops a gradient."""
+    raise TypeError(f"no two-sided solve for an input factor of type {type(A).__name__}")
+
+
+@preconditioner.register
+def _(A: LowRank, G: LowRank, multipliers: Multipliers) -> Preconditioner:
+    rounding = torch.finfo(G.U.dtype).eps * multipliers.spread()
+    return _Exact(G, A, multipliers) if rounding > TOLERATED else _Short(G, A, multipliers)
+
+
+@preconditioner.register
+def _(A: Diagonal, G: LowRank, multipliers: Multipliers) -> Preconditioner:
+    return _OneHot(G, multipliers)
+
+
+class _Short(Preconditioner):
+    """Everything in the bases' own precision, S = J + left @ right with inner dimension r_G + r_A."""
+
+    def __init__(self, G: LowRank, A: LowRank, m: Multipliers) -> None:
+        self.G, self.A, self.scale = G, A, m.scale
+        self.both, self.output, self.input, self.rest = (t.to(G.U) for t in (m.both, m.output, m.input, m.rest))
+
+    def solve(self, J: Tensor, j: Tensor | None) -> Solution:
+        matrix, size = _joined(J, j, self.G.U.dtype)
+        U_G, U_A = self.G.U, self.A.U
+        P = U_G.mT @ matrix  # r_G x d_A
+        K = P @ U_A  # r_G x r_A
+        if self.G.full and self.A.full:
+            S = U_G @ ((K * self.both) @ U_A.mT)
+        elif self.G.full:
+            S = U_G @ (self.output[..., None] * P + (K * (self.both - self.output[..., None])) @ U_A.mT)
         else:
-            weight.baddbmm_(_times(self.left, factor), right, alpha=alpha)
-
-    def add_bias(
-        self,
-        bias: Float[Tensor, "*batch dg"],
-        j: Float[Tensor, "*batch dg"],
-        factor: Float[Tensor, ""] | None = None,
-        alpha: float = 1.0,
-    ) -> None:
-        """bias += alpha * factor * (last column of S), in place."""
-        if self.scale is not None:
-            bias.addcmul_(j, _times(self.scale, factor)[..., None], value=alpha)
-        bias.add_((_times(self.left, factor) @ self.right[..., -1:]).squeeze(-1), alpha=alpha)
-
-    def dense(self, J: Float[Tensor, "*batch dg da"]) -> Float[Tensor, "*batch dg da"]:
-        """S itself, bias column included in J (inspection and tests)."""
-        S = self.left @ self.right
-        return S if self.scale is None else S + self.scale[..., None, None] * J
+            R = matrix @ U_A  # d_G x r_A
+            if self.A.full:
+                S = (R * self.input[..., None, :] + U_G @ (K * (self.both - self.input[..., None, :]))) @ U_A.mT
+            else:
+                rest = self.rest[..., None, None]
+                corner = self.both - self.output[..., :, None] - self.input[..., None, :] + rest
+                top = (self.output - self.rest[..., None])[..., :, None] * P + (K * corner) @ U_A.mT
+                left = torch.cat([U_G, R * (self.input - self.rest[..., None])[..., None, :]], dim=-1)
+                add = torch.Tensor.addmm_ if matrix.ndim == 2 else torch.Tensor.baddbmm_
+                S = add(matrix.mul_(rest), left, torch.cat([top, U_A.mT], dim=-2))
+        return Solution(S, self.scale * size)
 
 
-def precondition(
-    J: Float[Tensor, "*batch dg dw"],
-    j: Float[Tensor, "*batch dg"] | None,
-    G: LowRank,
-    A: LowRank,
-    spectrum: Spectrum,
-) -> Direction:
-    """Apply a damped Kronecker inverse to the gradient [J | j]; 4 (r_G + r_A) d_G d_A flops.
+class _Exact(Preconditioner):
+    """The four blocks formed one by one in float64, for dampings so small that the short formula would cancel.
 
-    J is the weight's gradient as a matrix and j the bias's (None without bias), kept apart so that no joined copy of the
-    weight's size is made.
+    The bases are orthonormal to their own precision only; one Newton-Schulz step makes them so to that of float64, for
+    what leaks out of the kept modes is multiplied by the largest number there is.
     """
-    P = _with_bias(G.U.mT @ J, None if j is None else G.U.mT @ j[..., None])  # r_G x d_A
-    K = P @ A.U  # r_G x r_A
-    squares = K.square()
-    if G.full and A.full:
-        return Direction(None, G.U, (K * spectrum.both) @ A.U.mT, *_moments(squares, spectrum.both))
-    if G.full:
-        rows = (P.square().sum(-1) - squares.sum(-1)).clamp_min(0)
-        right = torch.baddbmm if P.ndim == 3 else torch.addmm
-        product = right(spectrum.output[..., None] * P, K * (spectrum.both - spectrum.output[..., None]), A.U.mT)
-        return Direction(None, G.U, product, *_moments(squares, spectrum.both, (rows, spectrum.output)))
-    R = J @ A.U[..., : J.shape[-1], :]  # d_G x r_A
+
+    def __init__(self, G: LowRank, A: LowRank, m: Multipliers) -> None:
+        self.m, self.dtype = m, G.U.dtype
+        self.U_G, self.U_A = _orthonormal(G.U), _orthonormal(A.U)
+        self.rest_G, self.rest_A = not G.full, not A.full
+
+    def solve(self, J: Tensor, j: Tensor | None) -> Solution:
+        matrix, size = _joined(J, j, torch.float64)
+        m, U_G, U_A = self.m, self.U_G, self.U_A
+        P = U_G.mT @ matrix
+        K = P @ U_A
+        kept = (K * m.both) @ U_A.mT
+        if self.rest_A:
+            kept = kept + m.output[..., None] * (P - K @ U_A.mT)
+        S = U_G @ kept
+        if self.rest_G:
+            below = matrix - U_G @ P
+            R = below @ U_A
+            S = S + (R * m.input[..., None, :]) @ U_A.mT
+            if self.rest_A:
+                S = S + m.rest[..., None, None] * (below - R @ U_A.mT)
+        return Solution(S.to(self.dtype), m.scale * size)
+
+
+class _OneHot(Preconditioner):
+    """A diagonal input factor: every column of J has its own eigenvalue."""
+
+    def __init__(self, G: LowRank, m: Multipliers) -> None:
+        self.G, self.scale = G, m.scale
+        self.both, self.input = m.both.to(G.U), m.input.to(G.U)
+
+    def solve(self, J: Tensor, j: Tensor | None) -> Solution:
+        matrix, size = _joined(J, j, self.G.U.dtype)
+        K = self.G.U.mT @ matrix
+        S = self.G.U @ (K * self.both)
+        if not self.G.full:
+            S = S + (matrix - self.G.U @ K) * self.input
+        return Solution(S, self.scale * size)
+
+
+def _orthonormal(U: Tensor) -> Tensor:
+    U = U.double()
+    return 1.5 * U - 0.5 * (U @ (U.mT @ U))
+
+
+def _joined(J: Tensor, j: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """[J | j] in units of a power of two near its largest entry, a copy of its own, and that unit in float64."""
+    peak = _peak(J) if j is None else torch.maximum(_peak(J), _peak(j))
+    # Not beyond what float32 can hold as a factor; NaN and Inf have no exponent and stay what they are.
+    exponent = torch.frexp(peak.double()).exponent.clamp(-120, 120)
+    unit = torch.exp2(-exponent.to(dtype))
+    matrix = torch.empty(*J.shape[:-1], J.shape[-1] + (j is not None), dtype=dtype, device=J.device)
+    torch.mul(J, unit, out=matrix[..., : J.shape[-1]])
     if j is not None:
-        R = R + j[..., :, None] * A.U[..., -1:, :]
-    columns = (R.square().sum(-2) - squares.sum(-2)).clamp_min(0)
-    if A.full:
-        left = R * spectrum.input[..., None, :] + G.U @ (K * (spectrum.both - spectrum.input[..., None, :]))
-        return Direction(None, left, A.U.mT, *_moments(squares, spectrum.both, (columns, spectrum.input)))
-    rows = (P.square().sum(-1) - squares.sum(-1)).clamp_min(0)
-    total = J.square().sum((-2, -1)) if j is None else J.square().sum((-2, -1)) + j.square().sum(-1)
-    rest = (total - rows.sum(-1) - columns.sum(-1) - squares.sum((-2, -1))).clamp_min(0)
-    s = spectrum
-    corner = s.both - s.output[..., :, None] - s.input[..., None, :] + s.rest[..., None, None]
-    top = (s.output - s.rest[..., None])[..., :, None] * P + (K * corner) @ A.U.mT
-    left = torch.cat([G.U, R * (s.input - s.rest[..., None])[..., None, :]], dim=-1)
-    moments = _moments(squares, s.both, (rows, s.output), (columns, s.input), (rest, s.rest))
-    return Direction(s.rest, left, torch.cat([top, A.U.mT], dim=-2), *moments)
+        torch.mul(j, unit, out=matrix[..., -1])
+    return matrix, torch.exp2(exponent.double())
 
 
-def precondition_diagonal(J: Float[Tensor, "dg da"], G: LowRank, spectrum: Spectrum) -> Float[Tensor, "dg da"]:
-    """The same for a diagonal input factor, S itself: every column of J has its own eigenvalue."""
-    K = G.U.mT @ J
-    if G.full:
-        return G.U @ (K * spectrum.both)
-    return G.U @ (K * (spectrum.both - spectrum.input)) + J * spectrum.input
-
-
-def _times(tensor: Tensor, factor: Tensor | None) -> Tensor:
-    return tensor if factor is None else tensor * factor
-
-
-def _with_bias(P: Tensor, p: Tensor | None) -> Tensor:
-    return P if p is None else torch.cat([P, p], dim=-1)
-
-
-def _moments(squares: Tensor, both: Tensor, *blocks: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """||S||^2 and <S, J> from the squared coordinates of J in each block and what the inverse multiplies them by."""
-    pairs = [(squares, both), *blocks]
-    norm = sum(((square * inverse.square()).sum() for square, inverse in pairs), squares.new_zeros(()))
-    inner = sum(((square * inverse).sum() for square, inverse in pairs), squares.new_zeros(()))
-    return norm, inner
+def _peak(t: Tensor) -> Tensor:
+    """Largest magnitude; NaN if there is one."""
+    low, high = torch.aminmax(t)
+    return torch.maximum(-low, high)

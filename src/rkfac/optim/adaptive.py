@@ -60,7 +60,8 @@ class Watch:
             change = tuple(p.detach() - old for p, old in zip(block.parameters, start, strict=True))
             linear = sum(float((d * g).sum()) for d, g in zip(change, gradients, strict=True))
             with full_precision([block.weight.device]):
-                total += sign * linear + 0.5 * float(block.curvature(change, group))
+                curved = block.multiply(change, group)
+            total += sign * linear + 0.5 * sum(float((d * c).sum()) for d, c in zip(change, curved, strict=True))
         return total
 
 

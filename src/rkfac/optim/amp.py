@@ -8,6 +8,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from rkfac import compat
+
 
 def loss_scale(
     optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], grad_scaler: Any, sampled: bool
@@ -29,7 +31,7 @@ def loss_scale(
                 p.grad.div_(scale.to(p.grad.device))
         return cast(Tensor, scale)
     if grad_scaler is not None:
-        return cast(Tensor, grad_scaler._get_scale_async())
+        return compat.current_scale(grad_scaler)
     if sampled:
         return False
     raise RuntimeError(

@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 
+from rkfac import compat
+from rkfac.curvature.randomness import Randomness, Seeded, Shared
+
 
 def _number(low: float, high: float, *, low_open: bool = False, high_open: bool = False) -> Any:
     bounds = f"{'(' if low_open else '['}{low}, {high}{')' if high_open or high == math.inf else ']'}"
@@ -97,14 +100,14 @@ def check_flag(name: str, value: Any) -> None:
 
 def check_scaler(name: str, value: Any) -> None:
     """Refuse what cannot be a gradient scaler."""
-    if value is not None and not hasattr(value, "_get_scale_async"):
+    if value is not None and not compat.is_scaler(value):
         raise ValueError(f"{name} must be a torch.amp.GradScaler, got {value!r}")
 
 
-def generator_from(generator: Any, seed: Any) -> torch.Generator:
-    """The generator given, or a new one from the seed."""
+def randomness_from(generator: Any, seed: Any) -> Randomness:
+    """The caller's generator, or a seed for every draw."""
     if generator is not None and not isinstance(generator, torch.Generator):
         raise ValueError(f"generator must be a torch.Generator, got {generator!r}")
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise ValueError(f"seed must be an integer, got {seed!r}")
-    return torch.Generator().manual_seed(seed) if generator is None else generator
+    return Seeded(seed) if generator is None else Shared(generator)

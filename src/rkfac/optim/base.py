@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from rkfac.curvature.block import Block, LayerDirection, Settings
+from rkfac.curvature.block import Block, KroneckerBlock, Settings, UnitBlock
 from rkfac.curvature.capture import Capture, close_with, full_precision
 from rkfac.curvature.fisher import Likelihood
-from rkfac.curvature.kronecker_block import KroneckerBlock
-from rkfac.optim import memory, update
+from rkfac.curvature.sampled import SampledCapture
+from rkfac.layers import Adapter, KroneckerAdapter, UnitAdapter
+from rkfac.optim import memory
 from rkfac.optim.adaptive import LevenbergMarquardt, Watch
 from rkfac.optim.amp import loss_scale
 from rkfac.optim.arguments import check_group
-from rkfac.optim.coverage import cover, refuse_sharded, unwrapped
+from rkfac.optim.compiled import run_eagerly, unwrapped
+from rkfac.optim.coverage import Choice, cover, owners_of, refuse_processes, refuse_sharded, warn_of_little
+from rkfac.optim.gate import Gate
+from rkfac.optim.moves import apply, planned
 from rkfac.optim.report import LayerReport, Spectra, covered_layer, listed, spectra, uncovered_layer
 
 
@@ -30,6 +33,12 @@ class CurvatureOptimizer(torch.optim.Optimizer):
     # GradScaler then hands over its scale instead of unscaling itself: the statistics carry the same factor.
     _step_supports_amp_scaling = True
 
+    # Which block serves which kind of layer: what makes an optimizer of another mathematics.
+    block_types: ClassVar[Mapping[type[Adapter], Callable[..., Block]]] = {
+        KroneckerAdapter: KroneckerBlock,
+        UnitAdapter: UnitBlock,
+    }
+
     def __init__(
         self,
         model: nn.Module,
@@ -37,9 +46,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         defaults: dict[str, Any],
         settings: Settings,
         *,
-        include: tuple[str, ...],
-        exclude: tuple[str, ...],
-        max_factor_dim: int,
+        choice: Choice,
         fallback: str,
         likelihood: Likelihood | None,
         adaptive_damping: LevenbergMarquardt | None,
@@ -48,22 +55,31 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         if not isinstance(model, nn.Module):
             raise ValueError(f"model must be an nn.Module, got {type(model).__name__}; parameters go into params=")
         refuse_sharded(model)
+        refuse_processes()
         self._settings = settings
+        self._choice = choice
         self._fallback = fallback
         self._adaptive = adaptive_damping
         self._grad_scaler = grad_scaler
+        self._gate = Gate(settings.max_failures)
         self._step = 0
         self._closed = False
         self._paused = False
         self._capture: Capture | None = None
-        super().__init__(list(model.parameters()) if params is None else params, defaults)
         self._model = unwrapped(model)
-        self._compiled = self._model is not model or self._model._compiled_call_impl is not None
-        self._cover = partial(cover, self._model, settings, include, exclude, max_factor_dim)
+        choice.check(self._model)
+        super().__init__(list(model.parameters()) if params is None else params, defaults)
         self._blocks: dict[str, Block] = {}
-        self._capture = Capture(model, likelihood, settings.generator)
+        self._reasons: dict[str, tuple[nn.Module, str]] = {}
+        self._fingerprint = memory.fingerprint(settings, likelihood, fallback)
+        if likelihood is None:
+            self._capture = Capture(self._model)
+        else:
+            self._capture = SampledCapture(self._model, likelihood, settings.randomness)
         close_with(self, self._capture)
+        run_eagerly(model, self._capture)
         self._extend()
+        warn_of_little(self._blocks, self._reasons, stacklevel=4)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies would share hooks and blocks with the original, or have none; torch's own way would break silently."""
@@ -82,25 +98,33 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         if self._capture is not None:
             self._extend()
 
+    def _make_block(self, name: str, module: nn.Module, adapter: Adapter) -> Block:
+        for kind in type(adapter).__mro__:
+            if kind in self.block_types:
+                return self.block_types[kind](name, module, adapter, self._settings)
+        raise TypeError(f"{type(self).__name__} has no block for {type(adapter).__name__}")
+
     def _extend(self) -> None:
         """Give a block to every layer that can have one and has none yet."""
         assert self._capture is not None
-        found = self._cover(self._all_parameters(), self._blocks.keys())
+        found = cover(self._model, self._choice, self._make_block, self._all_parameters(), self._blocks.keys())
         for block in found.blocks.values():
-            self._capture.attach(block.module, block)
-        if self._compiled and found.blocks:
-            torch.compiler.reset()  # graphs traced before do not look for new hooks: they must be traced again
+            self._capture.attach(block)
         known = self._blocks | found.blocks
-        # In the model's order, so that random numbers do not depend on when a layer joined.
+        # In the model's order, so that random numbers of a shared generator do not depend on when a layer joined.
         self._blocks = {name: known[name] for name, _ in self._model.named_modules() if name in known}
         self._reasons = found.reasons
         self._plan()
 
     def _plan(self) -> None:
         """Decide what the coming step collects. Called after every step and whenever groups change."""
+        assert self._capture is not None
         self._group_of = {id(p): group for group in self.param_groups for p in group["params"]}
         for block in self._blocks.values():
-            block.wanted = self._step % self._group(block)["factor_every"] == 0 or not block.observed
+            due = self._step % self._group(block)["factor_every"] == 0 or not block.observed
+            block.wanted = due and block.weight.requires_grad and not block.retired
+            if not self._closed:
+                self._capture.follow(block)
         self._activate()
 
     def _activate(self) -> None:
@@ -114,13 +138,13 @@ class CurvatureOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch; statistics that came with the dropped gradients are dropped too."""
         super().zero_grad(set_to_none)
-        if self._capture is None:
-            return
-        if not self._settings.sampled:
+        if self._capture is not None:
             self._discard()
-        self._plan()  # schedulers may have changed the periods since the step
+            self._plan()  # schedulers may have changed the periods since the step
 
     def _discard(self) -> None:
+        assert self._capture is not None
+        self._capture.forget()
         for block in self._blocks.values():
             block.discard()
 
@@ -128,7 +152,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step: statistics, decompositions when due, preconditioned update."""
+        """One step: statistics, decompositions when due, preconditioned update. All of it or, on an error, no update."""
         self._check_settings(closure)
         loss = None
         if closure is not None:
@@ -136,12 +160,13 @@ class CurvatureOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._refuse_sparse()
         assert self._capture is not None
-        self._capture.require_sampled()
+        self._capture.check()
         scaled = loss_scale(self, self._all_parameters(), self._grad_scaler, self._settings.sampled)
         if scaled is None:
             self._discard()
             return loss
         with full_precision(p.device for p in self._all_parameters()):
+            self._inspect()
             self._commit(scaled if isinstance(scaled, Tensor) else None)
             self._refresh()
             watch = self._watched()
@@ -149,11 +174,13 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         if watch is not None and closure is not None:
             self._adapt(watch, loss, closure)
         self._step += 1
+        self._discard()
         self._plan()
         return loss
 
     def _check_settings(self, closure: Callable[[], Any] | None) -> None:
         """Schedulers and users write into the groups at any time; refuse nonsense before anything is touched."""
+        refuse_processes()
         if self._adaptive is not None and closure is None:
             raise RuntimeError("adaptive damping compares losses: call optimizer.step(closure)")
         for group in self.param_groups:
@@ -166,20 +193,56 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         if any(p.grad is not None and p.grad.is_sparse for p in self._all_parameters()):
             raise RuntimeError("sparse gradients are not supported: build nn.Embedding with sparse=False")
 
-    def _commit(self, loss_scale: Tensor | None) -> None:
+    def _inspect(self) -> None:
+        """Retire layers whose statistics cannot describe their weight any more; notice layers nobody sees."""
+        assert self._capture is not None
+        collecting = self._capture.active
+        owners = owners_of(self._model) if collecting else None
+        unseen = []
+        for block in self._blocks.values():
+            tied = owners is not None and owners[id(block.weight)] > 1
+            why = block.trouble or self._capture.foreign(block) or ("its weight was tied to another's" if tied else "")
+            if why and not block.retired:
+                block.retired = why
+                block.discard()
+                if not self._capture.foreign(block):  # that was said when it was found
+                    warnings.warn(f"layer {block.name!r} trains by the fallback rule from now on: {why}", stacklevel=4)
+            if not collecting or not block.wanted or block.retired or block.weight.grad is None:
+                continue
+            block.missed = block.missed + 1 if self._capture.unseen(block) else 0
+            if block.missed == (2 if block.observed else self._group(block)["factor_every"]):
+                unseen.append(block.name)
+        if unseen:
+            warnings.warn(
+                f"{listed(unseen)} got gradients, but no call of theirs was seen: they train by the fallback rule. Either a "
+                "graph was compiled before the optimizer was built (hand the compiled model to the optimizer, or compile "
+                "after building it), or another object than the model given to the optimizer is being trained.",
+                stacklevel=4,
+            )
+
+    def _commit(self, scale: Tensor | None) -> None:
         """Pending statistics enter the averages, unless they hold NaN or Inf. One synchronisation a statistics step."""
-        waiting = [(block, size) for block in self._blocks.values() if (size := block.pending_size()) is not None]
+        assert self._capture is not None
+        for block in self._blocks.values():
+            if block.weight.grad is None and not block.pending.empty:
+                block.discard()  # its gradient was dropped
+        waiting = [block for block in self._blocks.values() if not block.pending.empty]
         if not waiting:
             return
-        device = waiting[0][1].device
-        sizes = torch.stack([size.to(device=device, dtype=torch.float64) for _, size in waiting]).tolist()
+        readings = [block.pending.readings() for block in waiting]
+        device = readings[0][0].device
+        extra = [*([] if scale is None else [scale.double().reshape(())]), *self._gate.readings()]
+        numbers = torch.stack([t.to(device) for t in (*extra, *sum(readings, []))]).tolist()
+        factor = 1.0 if scale is None else numbers.pop(0)
+        held = len(self._gate.readings())
+        self._gate.settle(numbers[:held])
+        self._gate.report()
+        numbers = numbers[held:]
         refused = []
-        for (block, _), size in zip(waiting, sizes, strict=True):
-            if math.isfinite(size):
-                block.commit(self._group(block), loss_scale)
-            else:
+        for block, own in zip(waiting, readings, strict=True):
+            if not block.commit(self._group(block), numbers[: len(own)], factor):
                 refused.append(block.name)
-                block.discard()
+            numbers = numbers[len(own) :]
         if refused:
             warnings.warn(f"statistics with NaN or Inf were left out for {listed(refused)}", stacklevel=4)
 
@@ -187,54 +250,15 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         for block in self._blocks.values():
             due = self._step % self._group(block)["inverse_every"] == 0
             first = not block.ready and block.failures == 0
-            if block.observed and (due or first):
+            if block.observed and not block.retired and block.weight.requires_grad and (due or first):
                 block.refresh(self._group(block))
 
     def _update(self) -> None:
-        active = [b for b in self._blocks.values() if b.ready and b.weight.requires_grad and b.weight.grad is not None]
-        covered = {id(p) for block in active for p in block.parameters}
-        bound = self.param_groups[0]["kl_clip"]
-        if bound is None:
-            for block in active:  # one layer at a time: its direction is gone before the next one's is made
-                direction, clip = self._direction(block)
-                self._apply(block, direction, clip)
-        else:
-            made = [(block, *self._direction(block)) for block in active]
-            if made:
-                terms = [_kl_term(direction, clip, self._group(block)["lr"]) for block, direction, clip in made]
-                device = terms[0].device
-                whole = update.kl_clip((t.to(device) for t in terms), bound)
-                for block, direction, clip in made:
-                    share = whole.to(block.weight.device)
-                    self._apply(block, direction, share if clip is None else clip * share)
-        rule = update.FALLBACKS[self._fallback]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None or id(p) in covered:
-                    continue
-                plain = rule(self.state[p], p.grad, group)
-                update.decay(p, group, self._step)
-                p.add_(plain, alpha=_signed(group) * group["fallback_scale"])
-
-    def _direction(self, block: Block) -> tuple[LayerDirection, Tensor | None]:
-        group = self._group(block)
-        direction = block.direction(group)
-        size = sum(p.numel() for p in block.parameters)
-        return direction, update.rms_clip(direction.squared_norm, size, group["update_clip"])
-
-    def _apply(self, block: Block, direction: LayerDirection, clip: Tensor | None) -> None:
-        block.clip = clip
-        for index, p in enumerate(block.parameters):
-            group = self._group_of.get(id(p))
-            if group is None or p.grad is None:
-                continue
-            update.decay(p, group, self._step)
-            if group["momentum"]:
-                buffer = update.momentum_buffer(self.state[p], p, group["momentum"])
-                block.add(direction, index, buffer, clip, 1.0)
-                p.add_(buffer, alpha=_signed(group))
-            else:
-                block.add(direction, index, p, clip, _signed(group))
+        """All directions are made before any parameter moves: an error on the way leaves the model as it was."""
+        moves = planned(self._blocks.values(), self.param_groups, self.state, self._fallback, self._gate)
+        self._gate.report()
+        for move in moves:
+            apply(move, self.state, self._step)
 
     # --- adaptive damping
 
@@ -242,7 +266,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         """What the quadratic model is compared with later, on steps that adapt the damping."""
         if self._adaptive is None or (self._step + 1) % self._adaptive.every:
             return None
-        return Watch([(block, self._group(block)) for block in self._blocks.values() if block.ready])
+        return Watch([(b, self._group(b)) for b in self._blocks.values() if b.ready and not b.retired])
 
     def _adapt(self, watch: Watch, loss: Any, closure: Callable[[], Any]) -> None:
         assert self._adaptive is not None
@@ -265,27 +289,47 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         state = super().state_dict()
         state["curvature"] = {
             "format": memory.STATE_FORMAT,
+            "fingerprint": dict(self._fingerprint),
             "step": self._step,
+            "draws": self._draws,
             "wanted": [name for name, block in self._blocks.items() if block.wanted],
-            "generator": self._settings.generator.get_state(),
+            "randomness": self._settings.randomness.state_dict(),
             "blocks": {name: block.state_dict() for name, block in self._blocks.items()},
         }
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Resume bit for bit, onto the model's devices. A state that does not fit is refused and changes nothing."""
-        curvature = memory.checked(state_dict, self._blocks, self.param_groups)
-        with memory.all_or_nothing(self._blocks, self._settings.generator):
-            step, wanted = int(curvature["step"]), set(curvature["wanted"])
+        randomness = self._settings.randomness
+        drawn, rewound = randomness.state_dict(), self._draws
+
+        def rewind() -> None:
+            randomness.load_state_dict(drawn)
+            self._draws = rewound
+
+        with memory.all_or_nothing(self, self._blocks, rewind):
+            curvature = memory.checked(state_dict, self._blocks, self.param_groups, self._fingerprint)
             for name, block in self._blocks.items():
                 block.load_state_dict(curvature["blocks"][name])
-            self._settings.generator.set_state(curvature["generator"].cpu())
+            randomness.load_state_dict(curvature["randomness"])
+            self._draws = curvature["draws"]
             super().load_state_dict({key: value for key, value in state_dict.items() if key != "curvature"})
-        self._step = step
+            for group in self.param_groups:
+                check_group({**{key: None for key in self.defaults if key not in group}, **group})
+        self._step = curvature["step"]
         self._plan()
         for name, block in self._blocks.items():  # what the interrupted run had planned, whatever was scheduled since
-            block.wanted = name in wanted
+            block.wanted = name in curvature["wanted"]
         self._activate()
+
+    @property
+    def _draws(self) -> int:
+        return self._capture.draws if isinstance(self._capture, SampledCapture) else 0
+
+    @_draws.setter
+    def _draws(self, draws: int) -> None:
+        if isinstance(self._capture, SampledCapture):
+            self._capture.draws = draws
 
     def close(self) -> None:
         """Remove the hooks; the optimizer can still step with the curvature it has."""
@@ -293,13 +337,22 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         if self._capture is not None:
             self._capture.close()
 
+    @contextmanager
+    def unhooked(self) -> Iterator[None]:
+        """The model without the optimizer's hooks, for torch.jit.script, torch.export and other code that reads modules."""
+        assert self._capture is not None
+        with self._capture.unhooked():
+            yield
+
     # --- what it knows
 
     def sample_fisher(self, output: Tensor) -> None:
         """Draw targets from these logits, for models whose forward does not return the logits alone."""
-        if not self._settings.sampled or self._capture is None:
+        if not isinstance(self._capture, SampledCapture):
             raise RuntimeError("sample_fisher needs fisher='mc'")
-        self._capture.sample(output)
+        if self._capture.active:
+            with torch.enable_grad():
+                self._capture.draw(output)
 
     def report(self) -> list[LayerReport]:
         """One record a layer: what it keeps and costs, or why it is left to the fallback rule."""
@@ -311,27 +364,22 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         return spectra(self._blocks, name)
 
     def __repr__(self) -> str:
-        kron = sum(isinstance(block, KroneckerBlock) for block in self._blocks.values())
-        units = len(self._blocks) - kron
+        kinds = " and ".join(f"{count} {kind} layers" for kind, count in self._kinds().items()) or "no layers"
         covered = sum(p.numel() for block in self._blocks.values() for p in block.parameters)
         total = sum(p.numel() for p in self._all_parameters() if not isinstance(p, UninitializedParameter))
         first = {k: v for k, v in self.param_groups[0].items() if k not in ("params", "param_names")}
         lines = [
             f"{type(self).__name__}(",
-            f"  {kron} Kronecker layers and {units} unit-wise layers hold {covered:,} of {total:,} parameters;",
+            f"  {kinds} hold {covered:,} of {total:,} parameters;",
             f"  the rest trains by {self._fallback!r}" + (f" ({listed(self._reasons)})" if self._reasons else ""),
-            f"  {self._settings.decomposition!r}, damping {self._settings.damping_rule}, step {self._step}",
+            f"  {self._settings.decomposition!r}, damping {self._settings.damping!r}, step {self._step}",
             "  " + ", ".join(f"{k}={v}" for k, v in first.items()),
             ")",
         ]
         return "\n".join(lines)
 
-
-def _signed(group: Mapping[str, Any]) -> float:
-    """-lr, or +lr when the objective is maximised."""
-    return float(group["lr"]) if group.get("maximize") else -float(group["lr"])
-
-
-def _kl_term(direction: LayerDirection, clip: Tensor | None, lr: float) -> Tensor:
-    term = lr**2 * direction.inner
-    return term if clip is None else term * clip
+    def _kinds(self) -> dict[str, int]:
+        counts: dict[str, int] = {}
+        for block in self._blocks.values():
+            counts[block.kind] = counts.get(block.kind, 0) + 1
+        return counts

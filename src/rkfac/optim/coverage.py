@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
-from rkfac.curvature.block import Block, Settings
-from rkfac.curvature.kronecker_block import KroneckerBlock
-from rkfac.curvature.unit_block import UnitBlock
-from rkfac.layers import KroneckerAdapter, Uncovered, UnitAdapter, adapter_for
+from rkfac.curvature.block import Block
+from rkfac.layers import Adapter, KroneckerAdapter, Uncovered, adapter_for, known_classes, own_parameters
+
+MakeBlock = Callable[[str, nn.Module, Adapter], Block]
 
 
 @dataclass
@@ -24,87 +26,89 @@ class Coverage:
     reasons: dict[str, tuple[nn.Module, str]] = field(default_factory=dict)
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The module itself, without torch.compile's or DistributedDataParallel's wrapper."""
-    while True:
-        inner = getattr(model, "_orig_mod", None)
-        if isinstance(inner, nn.Module):
-            model = inner
-        elif isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-            model = model.module
-        else:
-            return model
+@dataclass(frozen=True)
+class Choice:
+    """Which layers a user wants preconditioned: patterns of module names or classes, and the widest factor."""
+
+    include: tuple[str, ...]
+    exclude: tuple[str, ...]
+    max_factor_dim: int
+
+    def check(self, model: nn.Module) -> None:
+        """Refuse a pattern that matches nothing: it is misspelt."""
+        for argument, patterns in (("include", self.include), ("exclude", self.exclude)):
+            for pattern in patterns:
+                # A preset may exclude kinds of layers that this model has none of.
+                known = argument == "exclude" and any(fnmatchcase(name, pattern) for name in known_classes())
+                if not known and not any(_matches(name, module, (pattern,)) for name, module in model.named_modules()):
+                    raise ValueError(f"{argument}={pattern!r} matches no module of the model, by name or by class")
+
+    def refusal(self, name: str, module: nn.Module) -> str:
+        """Why a module was not chosen, or an empty string."""
+        if self.include and not _matches(name, module, self.include):
+            return "not among the included patterns"
+        return "excluded by pattern" if _matches(name, module, self.exclude) else ""
 
 
 def cover(
     model: nn.Module,
-    settings: Settings,
-    include: tuple[str, ...],
-    exclude: tuple[str, ...],
-    max_factor_dim: int,
+    choice: Choice,
+    make: MakeBlock,
     optimized: Iterable[nn.Parameter],
     covered: Collection[str] = (),
 ) -> Coverage:
     """Give every module that owns parameters a block or a reason, apart from those covered already."""
     ids = {id(p) for p in optimized}
-    owners = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
+    owners = owners_of(model)
     found = Coverage()
     silent: set[int] = set()  # children whose parameters are used without calling them
     for name, module in model.named_modules():
         if isinstance(module, nn.MultiheadAttention):
             silent.update(id(child) for child in module.modules() if child is not module)
-        own = [p for p in module._parameters.values() if p is not None]
+        own = own_parameters(module)
         if not own or name in covered:
             continue
-        chosen = _choose(name, module, own, ids, owners, include, exclude, silent)
-        if isinstance(chosen, str):
-            found.reasons[name] = (module, chosen)
-        elif isinstance(chosen, UnitAdapter):
-            found.blocks[name] = UnitBlock(name, module, chosen, settings)
+        adapter = adapter_for(module)
+        if id(module) in silent:
+            reason = "nn.MultiheadAttention uses its weights without calling it; build attention from nn.Linear to cover it"
+        elif isinstance(adapter, Uncovered):
+            reason = choice.refusal(name, module) or adapter.reason
         else:
-            dims = (*chosen.input_shape(module, chosen.has_bias(module))[-1:], *chosen.output_shape(module)[-1:])
-            widest = dims[1] if chosen.diagonal_input() else max(dims)
-            if widest > max_factor_dim:
-                reason = f"a factor would be {widest} x {widest} ({4e-9 * widest**2:.1f} GB); raise max_factor_dim to allow it"
-                found.reasons[name] = (module, reason)
-            else:
-                found.blocks[name] = KroneckerBlock(name, module, chosen, settings)
-    for pattern in include:
-        if not any(_matches(name, module, (pattern,)) for name, module in model.named_modules()):
-            raise ValueError(f"include={pattern!r} matches no module of the model, by name or by class")
+            reason = choice.refusal(name, module) or _unfit(adapter, module, own, ids, owners, choice.max_factor_dim)
+        if reason:
+            found.reasons[name] = (module, reason)
+        elif isinstance(adapter, Adapter):
+            found.blocks[name] = make(name, module, adapter)
     return found
 
 
-def _choose(
-    name: str,
+def _unfit(
+    adapter: Adapter,
     module: nn.Module,
-    own: list[nn.Parameter],
+    own: dict[str, nn.Parameter],
     ids: set[int],
     owners: Counter[int],
-    include: tuple[str, ...],
-    exclude: tuple[str, ...],
-    silent: set[int],
-) -> KroneckerAdapter | UnitAdapter | str:
-    """The adapter for a module, or the reason why it stays with the fallback rule."""
-    if id(module) in silent:
-        return "nn.MultiheadAttention uses its weights without calling it; build attention from nn.Linear to cover it"
-    if include and not _matches(name, module, include):
-        return "not among the included patterns"
-    if _matches(name, module, exclude):
-        return "excluded by pattern"
-    adapter = adapter_for(module)
-    if isinstance(adapter, Uncovered):
-        return adapter.reason
-    if any(owners[id(p)] > 1 for p in own):
+    max_factor_dim: int,
+) -> str:
+    """Why a module with an adapter stays with the fallback rule, or an empty string."""
+    if any(owners[id(p)] > 1 for p in own.values()):
         return "its weight is tied to another module's"
-    weight = module._parameters["weight"]
-    if id(weight) not in ids:
+    if id(own["weight"]) not in ids:
         return "its weight is not among the optimizer's parameters"
-    if weight is not None and weight.is_complex():
+    if own["weight"].is_complex():
         return "complex weights are not supported"
-    if isinstance(adapter, KroneckerAdapter | UnitAdapter):
-        return adapter
-    return f"no block for {type(adapter).__name__}"
+    if isinstance(adapter, KroneckerAdapter):
+        widest = adapter.output_shape(module)[-1]
+        if not adapter.diagonal_input():
+            widest = max(widest, adapter.input_shape(module, adapter.has_bias(module))[-1])
+        if widest > max_factor_dim:
+            return f"a factor would be {widest} x {widest} ({4e-9 * widest**2:.1f} GB); raise max_factor_dim to allow it"
+    return ""
+
+
+def owners_of(model: nn.Module) -> Counter[int]:
+    """How many modules own each parameter, by its identity."""
+    return Counter(id(p) for m in model.modules() for p in own_parameters(m).values())
 
 
 def _matches(name: str, module: nn.Module, patterns: tuple[str, ...]) -> bool:
@@ -112,17 +116,44 @@ def _matches(name: str, module: nn.Module, patterns: tuple[str, ...]) -> bool:
     return any(fnmatchcase(name, p) or fnmatchcase(type(module).__name__, p) for p in patterns)
 
 
+def warn_of_little(blocks: dict[str, Block], reasons: dict[str, tuple[nn.Module, str]], stacklevel: int) -> None:
+    """One warning when less than half of the trained parameters are preconditioned."""
+    covered = sum(p.numel() for b in blocks.values() if b.weight.requires_grad for p in b.parameters)
+    left = [(_trained(module), name, reason) for name, (module, reason) in reasons.items()]
+    left += [
+        (_trained(b.module), b.name, "its weight is frozen") for b in blocks.values() if not b.weight.requires_grad
+    ]
+    left = [entry for entry in left if entry[0]]
+    total = covered + sum(count for count, _, _ in left)
+    if not total or covered >= total / 2:
+        return
+    largest = "; ".join(f"{name!r} ({count:,}): {reason}" for count, name, reason in sorted(left, reverse=True)[:3])
+    warnings.warn(
+        f"only {covered:,} of {total:,} trained parameters are preconditioned, the others train by the fallback rule. "
+        f"The largest left out: {largest}",
+        stacklevel=stacklevel,
+    )
+
+
+def _trained(module: nn.Module) -> int:
+    own = own_parameters(module).values()
+    return sum(p.numel() for p in own if p.requires_grad and not isinstance(p, UninitializedParameter))
+
+
 def refuse_sharded(model: nn.Module) -> None:
-    """Sharded parameters are refused by name: a block needs the whole weight of its layer."""
+    """Sharded parameters and nn.DataParallel are refused by name: a block needs its layer's whole weight and batch."""
     for name, parameter in model.named_parameters():
         if type(parameter.data).__name__ == "DTensor" or type(parameter).__name__ == "FlatParameter":
             raise ValueError(f"parameter {name!r} is sharded (FSDP / DTensor), which is not supported")
-    if (
-        torch.distributed.is_available()
-        and torch.distributed.is_initialized()
-        and torch.distributed.get_world_size() > 1
-    ):
+    if any(isinstance(module, nn.DataParallel) for module in model.modules()):
+        raise ValueError("nn.DataParallel is not supported: it runs copies of the layers; pass model.module on one device")
+
+
+def refuse_processes() -> None:
+    """Several processes are refused whenever they appear: their statistics are not shared yet."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
         raise ValueError(
-            f"{torch.distributed.get_world_size()} processes: statistics are not shared between processes yet, so that "
+            f"{distributed.get_world_size()} processes: statistics are not shared between processes yet, so that "
             "replicas would drift apart; train in one process"
         )

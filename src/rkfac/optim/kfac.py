@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
 
 from rkfac.curvature.block import Settings
+from rkfac.curvature.damping import RULES
 from rkfac.curvature.decompose import RSVD, SREVD, Decomposition, Exact
+from rkfac.curvature.factor import Start
 from rkfac.curvature.fisher import NAMED, Likelihood
 from rkfac.optim.adaptive import LevenbergMarquardt
-from rkfac.optim.arguments import check_choice, check_flag, check_patterns, check_scaler, generator_from
+from rkfac.optim.arguments import check_choice, check_flag, check_patterns, check_scaler, randomness_from
 from rkfac.optim.base import CurvatureOptimizer
+from rkfac.optim.coverage import Choice
 from rkfac.optim.update import FALLBACKS
+
+STARTS = {
+    "identity": Start(identity=True),
+    "unbiased": Start(identity=False),
+    "paper": Start(identity=True, sketched=True),
+}
 
 
 class KFAC(CurvatureOptimizer):
@@ -29,7 +38,8 @@ class KFAC(CurvatureOptimizer):
       damping*          [lambda] relative to each factor's largest eigenvalue unless relative_damping=False
       damping_rule      "factored": l on each factor; "product": on the product spectrum; "pi": split by the trace ratio
       factor_decay*, factor_every*, inverse_every*   [rho, T_KU, T_KI]
-      factor_start      "identity": averages start from I, which damps the first steps; "unbiased": free of their start
+      factor_start      "identity": averages start from I, which damps the first steps and is kept apart from what is
+                        decomposed; "paper": the same, but sketches see the identity too; "unbiased": free of the start
       rank*, oversampling*, power_iterations*        [r, r_l, n_pwr-it] of sketched decompositions; rank may be "auto"
       tail              what replaces the discarded spectrum: "zero" (paper) or "trace" (a constant preserving it)
       warm_start        start each sketch from the previous basis
@@ -37,18 +47,23 @@ class KFAC(CurvatureOptimizer):
       fisher            "empirical" (labels of the loss, free) or "mc" (drawn from the model; one more backward through the
                         activations on statistics steps); `likelihood` then says what the outputs mean: "categorical",
                         "gaussian", "bernoulli" or e.g. rkfac.Categorical(class_dim=1)
-      weight_sharing    "expand" or "reduce" for layers applied at several positions
-      loss_average      what the loss averages over: "batch", "tokens" (every leading position) or "sum" (nothing);
-                        matters only for absolute damping
+      weight_sharing    for layers applied at several positions: "expand" (every position is a sample of its own) or
+                        "reduce" (positions of a sample, the first dimension, are averaged: one loss a sample)
+      loss_average      what the loss averages over: "batch", "tokens" (every position, also of convolutions) or "sum"
+                        (nothing). Convolutions and batch norms know their batch; for Linear layers, embeddings and layer
+                        norms every row is a sample ("expand"), whatever the order of dimensions
       fallback          rule for parameters no block covers: "sgd" or "adamw", at lr * fallback_scale*
       include, exclude  patterns of module names or classes to precondition, e.g. exclude=("*Norm*", "head")
       max_factor_dim    layers whose factor would be wider are left to the fallback rule
       decomposition     rkfac.Exact(), RSVD(...), SREVD(...), Nystrom(...), Auto(...)
       adaptive_damping  rkfac.LevenbergMarquardt(...), needs step(closure)
       grad_scaler       the GradScaler, needed only if you call scaler.unscale_(optimizer) yourself
-      max_failures      failed decompositions of a layer in a row before an error is raised
-      generator, seed   randomness of sketches and sampled labels
+      max_failures      failed decompositions, or updates that are not finite, in a row before an error is raised
+      generator, seed   randomness of sketches and sampled labels: from a seed every draw gets one of its own, so that
+                        layers do not depend on each other; a generator is used by all draws in their order
     """
+
+    preset: ClassVar[Decomposition] = Exact()  # what `decomposition=None` means
 
     def __init__(
         self,
@@ -60,24 +75,24 @@ class KFAC(CurvatureOptimizer):
         weight_decay: float = 0.0,
         weight_decay_from: int = 0,
         damping: float = 0.1,
-        damping_rule: str = "factored",
+        damping_rule: Literal["factored", "product", "pi"] = "factored",
         relative_damping: bool = True,
         factor_decay: float = 0.95,
         factor_every: int = 10,
         inverse_every: int = 50,
-        factor_start: str = "identity",
-        rank: int | str = 220,
+        factor_start: Literal["identity", "unbiased", "paper"] = "identity",
+        rank: int | Literal["auto"] = 220,
         oversampling: int = 10,
         power_iterations: int = 1,
-        tail: str = "zero",
+        tail: Literal["zero", "trace"] = "zero",
         warm_start: bool = True,
         update_clip: float | None = 0.07,
         kl_clip: float | None = None,
-        fisher: str = "empirical",
-        likelihood: str | Likelihood = "categorical",
-        weight_sharing: str = "expand",
-        loss_average: str = "batch",
-        fallback: str = "sgd",
+        fisher: Literal["empirical", "mc"] = "empirical",
+        likelihood: Literal["categorical", "gaussian", "bernoulli"] | Likelihood = "categorical",
+        weight_sharing: Literal["expand", "reduce"] = "expand",
+        loss_average: Literal["batch", "tokens", "sum"] = "batch",
+        fallback: Literal["sgd", "adamw"] = "sgd",
         fallback_scale: float = 1.0,
         include: Iterable[str] | str = (),
         exclude: Iterable[str] | str = (),
@@ -90,8 +105,8 @@ class KFAC(CurvatureOptimizer):
         generator: torch.Generator | None = None,
         seed: int = 0,
     ) -> None:
-        check_choice("damping_rule", damping_rule, ("factored", "product", "pi"))
-        check_choice("factor_start", factor_start, ("unbiased", "identity"))
+        check_choice("damping_rule", damping_rule, tuple(RULES))
+        check_choice("factor_start", factor_start, tuple(STARTS))
         check_choice("tail", tail, ("zero", "trace"))
         check_choice("fisher", fisher, ("empirical", "mc"))
         check_choice("weight_sharing", weight_sharing, ("expand", "reduce"))
@@ -102,8 +117,10 @@ class KFAC(CurvatureOptimizer):
         check_scaler("grad_scaler", grad_scaler)
         if isinstance(likelihood, str):
             check_choice("likelihood", likelihood, tuple(NAMED))
-            likelihood = NAMED[likelihood]
-        if not isinstance(likelihood, Likelihood):
+            meaning: Likelihood = NAMED[likelihood]
+        elif isinstance(likelihood, Likelihood):
+            meaning = likelihood
+        else:
             raise ValueError(f"likelihood must be a name or an rkfac likelihood, got {likelihood!r}")
         if decomposition is not None and not isinstance(decomposition, Decomposition):
             raise ValueError(f"decomposition must be a strategy such as rkfac.RSVD(), got {decomposition!r}")
@@ -113,17 +130,16 @@ class KFAC(CurvatureOptimizer):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
         settings = Settings(
-            decomposition=Exact() if decomposition is None else decomposition,
-            damping_rule=damping_rule,
-            relative_damping=relative_damping,
+            decomposition=type(self).preset if decomposition is None else decomposition,
+            damping=RULES[damping_rule](relative=relative_damping),
             tail=tail,
             warm_start=warm_start,
             weight_sharing=weight_sharing,
             loss_average=loss_average,
             sampled=fisher == "mc",
-            identity_start=factor_start == "identity",
+            start=STARTS[factor_start],
             max_failures=max_failures,
-            generator=generator_from(generator, seed),
+            randomness=randomness_from(generator, seed),
         )
         defaults = {
             "lr": lr,
@@ -147,11 +163,9 @@ class KFAC(CurvatureOptimizer):
             params,
             defaults,
             settings,
-            include=check_patterns("include", include),
-            exclude=check_patterns("exclude", exclude),
-            max_factor_dim=max_factor_dim,
+            choice=Choice(check_patterns("include", include), check_patterns("exclude", exclude), max_factor_dim),
             fallback=fallback,
-            likelihood=likelihood if fisher == "mc" else None,
+            likelihood=meaning if fisher == "mc" else None,
             adaptive_damping=adaptive_damping,
             grad_scaler=grad_scaler,
         )
@@ -160,14 +174,10 @@ class KFAC(CurvatureOptimizer):
 class RSKFAC(KFAC):
     """RS-KFAC (paper's Algorithm 4): K-FAC with the randomized SVD, quadratic in the layers' width. Arguments: `KFAC`."""
 
-    def __init__(self, model: nn.Module, lr: float = 0.1, **keywords: Any) -> None:
-        keywords.setdefault("decomposition", RSVD())
-        super().__init__(model, lr, **keywords)
+    preset = RSVD()
 
 
 class SREKFAC(KFAC):
     """SRE-KFAC (paper's Algorithm 5): K-FAC with the symmetric randomized EVD, cheaper and a little less accurate."""
 
-    def __init__(self, model: nn.Module, lr: float = 0.1, **keywords: Any) -> None:
-        keywords.setdefault("decomposition", SREVD())
-        super().__init__(model, lr, **keywords)
+    preset = SREVD()

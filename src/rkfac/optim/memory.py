@@ -2,26 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rkfac.curvature.block import Block
+from rkfac.curvature.block import Block, Settings
+from rkfac.curvature.fisher import Likelihood
 from rkfac.optim.report import listed
 
-STATE_FORMAT = 1
+STATE_FORMAT = 2
+
+
+def fingerprint(settings: Settings, likelihood: Likelihood | None, fallback: str) -> dict[str, str]:
+    """The choices that give a saved state its meaning, in words."""
+    return {
+        "decomposition": _words(settings.decomposition),
+        "damping": _words(settings.damping),
+        "tail": settings.tail,
+        "weight_sharing": settings.weight_sharing,
+        "loss_average": settings.loss_average,
+        "factor_start": _words(settings.start),
+        "fisher": "empirical" if likelihood is None else _words(likelihood),
+        "fallback": fallback,
+    }
+
+
+def _words(value: Any) -> str:
+    return repr(value) if dataclasses.is_dataclass(value) else type(value).__name__
 
 
 def checked(
-    state_dict: Mapping[str, Any], blocks: Mapping[str, Block], groups: list[dict[str, Any]]
+    state_dict: Mapping[str, Any],
+    blocks: Mapping[str, Block],
+    groups: list[dict[str, Any]],
+    own: Mapping[str, str],
 ) -> Mapping[str, Any]:
     """The curvature in a saved state, refused when it belongs to something else."""
-    curvature = state_dict.get("curvature")
+    curvature = state_dict.get("curvature") if isinstance(state_dict, Mapping) else None
     if not isinstance(curvature, Mapping) or curvature.get("format") != STATE_FORMAT:
         raise ValueError(f"this is not the state of an rkfac optimizer (format {STATE_FORMAT}): no curvature in it")
+    saved = curvature.get("fingerprint")
+    if not isinstance(saved, Mapping) or saved != own:
+        theirs = saved if isinstance(saved, Mapping) else {}
+        differing = [f"{k}: {theirs.get(k)} saved, {own[k]} here" for k in own if theirs.get(k) != own[k]]
+        raise ValueError(f"the saved state belongs to another algorithm: {'; '.join(differing) or 'unknown choices'}")
     missing = blocks.keys() - curvature["blocks"].keys()
     unknown = curvature["blocks"].keys() - blocks.keys()
     if missing or unknown:
@@ -29,36 +57,41 @@ def checked(
             f"the saved state covers other layers: missing {listed(missing)}; unknown {listed(unknown)}. "
             "Build the optimizer with the same model, include= and exclude="
         )
+    step, draws, wanted = curvature["step"], curvature["draws"], curvature["wanted"]
+    if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in (step, draws)):
+        raise ValueError(f"the saved state counts {step!r} steps and {draws!r} draws")
+    if not isinstance(wanted, list) or not blocks.keys() >= set(wanted):
+        raise ValueError(f"the saved state wants statistics of {wanted!r}")
     _check_buffers(groups, state_dict)
     return curvature
 
 
 def _check_buffers(groups: list[dict[str, Any]], state_dict: Mapping[str, Any]) -> None:
-    """Refuse momentum and the like of another shape than its parameter, which torch would take without a word."""
+    """Refuse buffers of another shape than their parameter, or not finite, which torch would take without a word."""
     ours = [p for group in groups for p in group["params"]]
-    theirs = [index for group in state_dict.get("param_groups", ()) for index in group["params"]]
-    for p, index in zip(ours, theirs, strict=False):
-        for key, value in state_dict.get("state", {}).get(index, {}).items():
-            if isinstance(value, Tensor) and value.ndim and value.shape != p.shape:
-                raise ValueError(
-                    f"the saved state does not fit this model: {key} of shape {tuple(value.shape)} for a parameter of "
-                    f"shape {tuple(p.shape)}"
-                )
+    theirs = [index for group in state_dict["param_groups"] for index in group["params"]]
+    for p, index in zip(ours, theirs, strict=True):
+        for key, value in state_dict["state"].get(index, {}).items():
+            if not isinstance(value, Tensor):
+                continue
+            fits = value.shape == p.shape or (p.is_complex() and value.shape == (*p.shape, 2))
+            if value.ndim and not fits:
+                raise ValueError(f"{key} of shape {tuple(value.shape)} for a parameter of shape {tuple(p.shape)}")
+            if not bool(torch.isfinite(value).all()):
+                raise ValueError(f"{key} of a parameter of shape {tuple(p.shape)} holds NaN or Inf")
 
 
 @contextmanager
-def all_or_nothing(blocks: Mapping[str, Block], generator: torch.Generator) -> Iterator[None]:
-    """Put blocks and generator back as they were when loading fails half-way."""
-    # Loading replaces a block's tensors and changes none, so that references to the old ones are enough.
-    before = {
-        name: {key: list(value) if isinstance(value, list) else value for key, value in vars(block).items()}
-        for name, block in blocks.items()
-    }
-    drawn = generator.get_state()
+def all_or_nothing(optimizer: Any, blocks: Mapping[str, Block], rewind: Callable[[], None]) -> Iterator[None]:
+    """Put optimizer and blocks back as they were when loading fails half-way, whatever the damage."""
+    # Loading replaces tensors and factors and changes none in place, so that references to the old ones are enough.
+    before = {name: dict(vars(block)) for name, block in blocks.items()}
+    state, groups = optimizer.state, optimizer.param_groups
     try:
         yield
-    except (ValueError, KeyError, TypeError, RuntimeError) as error:
-        generator.set_state(drawn)
+    except Exception as error:
+        rewind()
+        optimizer.state, optimizer.param_groups = state, groups
         for name, block in blocks.items():
             vars(block).update(before[name])
-        raise ValueError(f"the saved state does not fit this model: {error}") from error
+        raise ValueError(f"the saved state does not fit this model: {type(error).__name__}: {error}") from error

@@ -24,7 +24,7 @@ def paper_defaults() -> dict[str, Any]:
         "factor_decay": 0.95,
         "factor_every": 10,
         "inverse_every": 50,
-        "factor_start": "identity",
+        "factor_start": "paper",
         "rank": 220,
         "oversampling": 10,
         "power_iterations": 4,

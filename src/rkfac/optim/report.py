@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from rkfac.curvature.block import Block, Group
-from rkfac.curvature.factor import Factor
-from rkfac.curvature.kronecker_block import KroneckerBlock
+from rkfac.layers import own_parameters
 
 
 @dataclass(frozen=True)
@@ -45,15 +44,28 @@ class Spectra(NamedTuple):
 
 
 def covered_layer(block: Block, group: Group) -> LayerReport:
-    """A preconditioned layer as it stands."""
+    """A layer with a block as it stands: preconditioned, or why not at the moment."""
+    reason, covered = "", True
+    if block.retired:
+        reason, covered = block.retired, False
+    elif not block.weight.requires_grad:
+        reason, covered = "its weight is frozen (requires_grad=False)", False
+    elif not block.observed:
+        reason = "no statistics yet: no backward pass has reached its weight through a call of it"
+        if block.missed:
+            reason = "no statistics yet: gradients came, but no call of it was seen (compiled before, or another object)"
+    elif not block.ready:
+        reason = "no decomposition has succeeded yet: it trains by the fallback rule meanwhile"
+    own = own_parameters(block.module).values() if not covered else block.parameters
     return LayerReport(
         name=block.name,
         kind=type(block.module).__name__,
-        covered=True,
-        reason="" if block.observed else "no statistics yet: it was not called in training mode",
-        parameters=sum(p.numel() for p in block.parameters),
+        covered=covered,
+        reason=reason,
+        parameters=sum(p.numel() for p in own),
         clip=None if block.clip is None else float(block.clip),
         seconds=dict(block.seconds),
+        bytes=block.nbytes,
         failures=block.failures,
         **block.facts(group),
     )
@@ -61,7 +73,7 @@ def covered_layer(block: Block, group: Group) -> LayerReport:
 
 def uncovered_layer(name: str, module: nn.Module, reason: str) -> LayerReport:
     """A layer that trains by the fallback rule, and why."""
-    own = [p for p in module._parameters.values() if p is not None and not isinstance(p, UninitializedParameter)]
+    own = [p for p in own_parameters(module).values() if not isinstance(p, UninitializedParameter)]
     return LayerReport(
         name, type(module).__name__, covered=False, reason=reason, parameters=sum(p.numel() for p in own)
     )
@@ -69,13 +81,10 @@ def uncovered_layer(name: str, module: nn.Module, reason: str) -> LayerReport:
 
 def spectra(blocks: Mapping[str, Block], name: str) -> Spectra:
     """Exact eigenvalues of a layer's running factors."""
-    block = blocks.get(name)
-    if not isinstance(block, KroneckerBlock):
-        known = [n for n, b in blocks.items() if isinstance(b, KroneckerBlock)]
-        raise ValueError(f"no preconditioned layer is called {name!r}; there are {listed(known)}")
-    diagonal = block.input.average.value.double()
-    values = block.input.spectrum() if isinstance(block.input, Factor) else diagonal.sort(descending=True)[0]
-    return Spectra(values, block.output.spectrum())
+    two_sided = {n: b for n, b in blocks.items() if len(b.factors) == 2}
+    if name not in two_sided:
+        raise ValueError(f"no preconditioned layer is called {name!r}; there are {listed(two_sided)}")
+    return Spectra(*two_sided[name].spectra())
 
 
 def listed(names: Iterable[str], most: int = 5) -> str:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 
-def rms_clip(squared_norm: Tensor, size: int, largest: float | None) -> Tensor | None:
-    """min(1, largest / rms) for a layer's update of `size` entries; None when there is no clip."""
+def rms_clip(norm: Tensor, size: int, largest: float | None) -> Tensor | None:
+    """min(1, largest / rms) for an update of `size` entries and length `norm`; None when there is no clip."""
     if largest is None:
         return None
-    rms = (squared_norm / size).sqrt()
+    rms = norm.double() / math.sqrt(size)
     return (largest / rms.clamp_min(torch.finfo(rms.dtype).tiny)).clamp_max(1.0)
 
 
@@ -55,7 +55,13 @@ def adamw_direction(
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
 ) -> Tensor:
-    """Adam's direction with its usual constants; decoupled weight decay happens outside."""
+    """Adam's direction with its usual constants; decoupled weight decay happens outside.
+
+    A complex number counts as its two real parts, as in torch.
+    """
+    if gradient.is_complex():
+        real = adamw_direction(state, torch.view_as_real(gradient), group, betas, eps)
+        return torch.view_as_complex(real)
     if "exp_avg" not in state:
         state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(gradient), torch.zeros_like(gradient)
         state["adam_step"] = 0

@@ -1,0 +1,73 @@
+"""Every private name of torch that the package uses, with the versions it was tried on, and nothing else.
+
+Tried on torch 2.13 (CPU). Each function says what would have to be found again if the name went away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def graph_task() -> int:
+    """Number of the backward pass that is running in this thread, -1 outside of any."""
+    return int(torch._C._current_graph_task_id())
+
+
+def when_backward_ends(callback: Callable[[], None]) -> None:
+    """Run a function at the end of the backward pass that is running (as DistributedDataParallel does)."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+def inside_functional_transform() -> bool:
+    """Whether somebody's vmap or grad is running, which is no training step."""
+    return bool(torch._C._are_functorch_transforms_active())
+
+
+def compiled_inside(module: nn.Module) -> nn.Module | None:
+    """The module that torch.compile wrapped, None for any other module."""
+    inner = module._modules.get("_orig_mod")
+    return inner if inner is not None and type(module).__name__ == "OptimizedModule" else None
+
+
+def compiled_in_place(module: nn.Module) -> Any:
+    """What `module.compile()` left behind: the compiled call, or None."""
+    return getattr(module, "_compiled_call_impl", None)
+
+
+def replace_compiled_call(module: nn.Module, call: Any) -> None:
+    """Put another callable in the place of what `module.compile()` left behind."""
+    module._compiled_call_impl = call
+
+
+def is_replica(module: nn.Module) -> bool:
+    """Whether a module is one of nn.DataParallel's copies for another device."""
+    return bool(getattr(module, "_is_replica", False))
+
+
+def out_of_graphs(function: F, reason: str) -> F:
+    """Keep Dynamo out of a function; `reason` is what a user reads when that breaks a graph."""
+    try:
+        return cast(F, torch.compiler.disable(function, reason=reason))
+    except TypeError:  # torch before 2.7 knows no reason
+        return cast(F, torch.compiler.disable(function))
+
+
+def current_scale(scaler: Any) -> Tensor:
+    """The scale a GradScaler multiplies losses by, on its device."""
+    return cast(Tensor, scaler._get_scale_async())
+
+
+def is_scaler(value: Any) -> bool:
+    """Whether something can tell its scale as a GradScaler does."""
+    return hasattr(value, "_get_scale_async")
+
+
+def padding_of(conv: Any) -> list[int]:
+    """Padding of a convolution in the order F.pad wants, 'same' and 'valid' resolved."""
+    return list(conv._reversed_padding_repeated_twice)

@@ -1,0 +1,263 @@
+"""One layer's curvature: what every kind of block has in common."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from rkfac.curvature.block.direction import Direction
+from rkfac.curvature.damping import Damping
+from rkfac.curvature.decompose import Decomposition, Request
+from rkfac.curvature.factor import Factor, Start
+from rkfac.curvature.randomness import Randomness
+from rkfac.curvature.statistics import Moment, Statistics
+from rkfac.layers.base import Adapter, own_parameters
+from rkfac.linalg import DecompositionError
+
+Group = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is fixed for the life of an optimizer; everything that may change sits in its parameter groups."""
+
+    decomposition: Decomposition
+    damping: Damping
+    tail: str
+    warm_start: bool
+    weight_sharing: str
+    loss_average: str
+    sampled: bool
+    start: Start
+    max_failures: int
+    randomness: Randomness
+
+    def request(self, group: Group, layer: str, side: str, number: int, damping: tuple[float, bool]) -> Request:
+        """What a decomposition is asked for under a group's present settings; `number` counts the refreshes."""
+        return Request(
+            strategy=self.decomposition,
+            name=f"the {side} factor of {layer!r}",
+            rank=group["rank"],
+            oversampling=group["oversampling"],
+            power_iterations=group["power_iterations"],
+            tail=self.tail,
+            warm_start=self.warm_start,
+            damping=damping[0],
+            relative=damping[1],
+            generator=self.randomness.generator("sketch", layer, side, number),
+        )
+
+
+class Block(ABC):
+    """Statistics in, preconditioned gradient out, for one module."""
+
+    kind: ClassVar[str]  # what a person calls it
+    positions_summed: ClassVar[bool] = False  # whether a row is a whole sample already
+
+    def __init__(self, name: str, module: nn.Module, adapter: Adapter, settings: Settings) -> None:
+        self.name = name
+        self.module = module
+        self.weight = own_parameters(module)["weight"]  # the parameter whose group governs this block
+        self.settings = settings
+        self.wanted = True
+        self.retired = ""  # why it is not preconditioned any more
+        self.missed = 0  # steps in a row in which statistics were wanted, a gradient came, and no call was seen
+        self.failures = 0  # refreshes in a row that failed
+        self.clip: Tensor | None = None
+        self.seconds = {"statistics": 0.0, "refresh": 0.0, "apply": 0.0}
+        self.version = 0  # of the basis: what is derived from it belongs to one version and one damping
+        self._adapter = adapter
+        self.reset()
+
+    # --- the layer
+
+    @property
+    def parameters(self) -> tuple[nn.Parameter, ...]:
+        """The trained parameters it preconditions together: weight (or scale), then bias (or shift) if it is trained."""
+        bias = own_parameters(self.module).get("bias")
+        return (self.weight, bias) if self.bias and bias is not None else (self.weight,)
+
+    @property
+    def trouble(self) -> str:
+        """Why the layer cannot be preconditioned any more, or an empty string."""
+        if own_parameters(self.module).get("weight") is not self.weight:
+            return "its weight was replaced, pruned or parametrized after the optimizer was built: build a new one"
+        return ""
+
+    @property
+    @abstractmethod
+    def width(self) -> int:
+        """Entries of the layer's output at one position."""
+
+    @property
+    @abstractmethod
+    def factors(self) -> Mapping[str, Factor[Any]]:
+        """Its running factors by side."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether it has a basis to precondition with."""
+        return all(factor.ready for factor in self.factors.values())
+
+    @property
+    def observed(self) -> bool:
+        """Whether any statistic ever came in."""
+        return all(factor.updates > 0 for factor in self.factors.values())
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forget everything, for the parameters that are trained now."""
+        self.bias = self._adapter.has_bias(self.module)
+        self.discard()
+
+    def _follow(self) -> None:
+        """Go where the model went."""
+        for factor in self.factors.values():
+            factor.to(self.weight.device)
+
+    # --- statistics
+
+    def explains(self, calls: Sequence[tuple[Tensor, Tensor]], gradient: Tensor) -> bool | None:
+        """Whether the layer's calls (input, output gradient) are where its weight's gradient comes from.
+
+        None when a gradient of zero or one that is not finite cannot tell. A weight that is also used by hand, as in
+        F.linear(h, embedding.weight), has gradients that no call of the layer accounts for.
+        """
+        with torch.no_grad():
+            found = sum((self._adapter.gradient(self.module, x, g) for x, g in calls), torch.zeros_like(gradient))
+            size = torch.linalg.vector_norm(gradient.double())
+            difference = float(torch.linalg.vector_norm((found - gradient).double()) / size)
+        return difference < 0.3 if math.isfinite(difference) else None
+
+    def observe(self, x: Tensor, g: Tensor, one_pass: Any, terms: int | None) -> None:
+        """Collect the statistics of one call of the layer; `terms` is how many targets were drawn for the pass."""
+        if g.numel() == 0:
+            return  # an expert no token was sent to
+        with self.timed("statistics"), torch.no_grad():
+            if self._adapter.has_bias(self.module) != self.bias:
+                self.reset()  # a bias was frozen or unfrozen: the curvature has another shape now
+            samples = self._adapter.samples(self.module, x)
+            self.pending.count(one_pass, self.collect(x, g), g.numel() // self.width, samples, terms)
+
+    @abstractmethod
+    def collect(self, x: Tensor, g: Tensor) -> int:
+        """Add one call's rows to the pending moments; returns how many they were."""
+
+    @abstractmethod
+    def moments(self) -> tuple[Moment, ...]:
+        """Empty moments, one a factor, in the order of `factors`."""
+
+    def discard(self) -> None:
+        """Drop what is pending."""
+        self.pending = Statistics(self.moments())
+
+    def commit(self, group: Group, numbers: list[float], loss_scale: float) -> bool:
+        """Blend the pending statistics into the running averages; False, and no change, if they are not finite.
+
+        `numbers` are what `pending.readings()` were on the device.
+        """
+        with self.timed("statistics"):
+            pending, settings = self.pending, self.settings
+            self._follow()
+            finite = pending.settle(
+                numbers, settings.loss_average, settings.sampled, loss_scale, summed=self.positions_summed
+            )
+            if finite:
+                for factor, moment in zip(self.factors.values(), pending.moments, strict=True):
+                    factor.take(moment, group["factor_decay"])
+            self.discard()
+            return finite
+
+    # --- basis
+
+    def refresh(self, group: Group) -> None:
+        """Decompose the running averages anew; a failure keeps the old basis, a row of failures is an error."""
+        with self.timed("refresh"):
+            try:
+                self._follow()
+                self.decompose(group)
+            except DecompositionError as error:
+                self.failures += 1
+                if self.failures >= self.settings.max_failures:
+                    raise RuntimeError(
+                        f"layer {self.name!r} could not be decomposed {self.failures} times in a row ({error}). Model and "
+                        "optimizer are intact: save them, then raise the damping, lower the learning rate or exclude it."
+                    ) from error
+                kept = "its previous basis is kept" if self.ready else "it trains by the fallback rule meanwhile"
+                warnings.warn(f"layer {self.name!r}: decomposition failed ({error}); {kept}", stacklevel=2)
+                return
+        self.failures = 0
+        self.version += 1
+
+    @abstractmethod
+    def decompose(self, group: Group) -> None:
+        """The expensive part of `refresh`; changes nothing when it raises."""
+
+    # --- step
+
+    @abstractmethod
+    def direction(self, gradients: tuple[Tensor, ...], group: Group) -> Direction:
+        """The preconditioned gradient, given one tensor a parameter."""
+
+    @abstractmethod
+    def multiply(self, change: tuple[Tensor, ...], group: Group) -> tuple[Tensor, ...]:
+        """The damped curvature under the block's own approximation, times a change of the parameters."""
+
+    # --- memory
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and numbers only."""
+        return {
+            "bias": self.bias,
+            "retired": self.retired,
+            "failures": self.failures,
+            "version": self.version,
+            "factors": {side: factor.state_dict() for side, factor in self.factors.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` saved, onto the model's device."""
+        self.reset()
+        if state["bias"] != self.bias:
+            raise ValueError("the saved state was made with another choice of trained biases")
+        if state["factors"].keys() != self.factors.keys():
+            raise ValueError(f"the saved state has factors {list(state['factors'])}, this model {list(self.factors)}")
+        counts = state["failures"], state["version"]
+        if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in counts):
+            raise ValueError(f"the saved state counts {counts[0]!r} failures and {counts[1]!r} refreshes")
+        for side, factor in self.factors.items():
+            factor.load_state_dict(state["factors"][side])
+        self.retired, self.missed = str(state["retired"]), 0
+        self.failures, self.version = counts
+
+    @abstractmethod
+    def facts(self, group: Group) -> dict[str, Any]:
+        """What `report()` tells of this block beyond what all have in common."""
+
+    def spectra(self) -> tuple[Tensor, ...]:
+        """Exact eigenvalues of the running factors, in the order of `factors`."""
+        return tuple(factor.spectrum() for factor in self.factors.values())
+
+    @property
+    def nbytes(self) -> dict[str, int]:
+        """Memory of averages and of decompositions."""
+        factors = self.factors.values()
+        return {"factors": sum(f.nbytes for f in factors), "basis": sum(f.basis_nbytes for f in factors)}
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Count the seconds spent in a phase."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] += time.perf_counter() - begin

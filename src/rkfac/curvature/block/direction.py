@@ -1,0 +1,59 @@
+"""A layer's preconditioned gradient, ready to be added to its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Direction:
+    """S = scale * parts, one tensor a parameter and in its shape, for the gradients it was made from.
+
+    Parts have entries of about one and `scale` is a float64 number on the device, so that S may be larger or smaller than
+    a float32 can be: what reaches a parameter is only ever the product with a learning rate and a clip.
+    """
+
+    parts: tuple[Tensor, ...]
+    scale: Tensor
+    gradients: tuple[Tensor, ...]
+
+    @cached_property
+    def norm(self) -> Tensor:
+        """||S||, in float64; not finite exactly when an entry is not."""
+        squares = [torch.linalg.vector_norm(part).double().square() for part in self.parts]
+        return torch.stack(squares).sum().sqrt() * self.scale
+
+    @cached_property
+    def inner(self) -> Tensor:
+        """<S, J>, in float64."""
+        terms = [(part * g).sum().double() for part, g in zip(self.parts, self.gradients, strict=True)]
+        return torch.stack(terms).sum() * self.scale
+
+    @property
+    def size(self) -> int:
+        """Number of entries."""
+        return sum(part.numel() for part in self.parts)
+
+    def finite(self) -> Tensor:
+        """Whether every entry is, on the device."""
+        return torch.isfinite(self.norm)
+
+    def masked(self, keep: Tensor) -> Direction:
+        """The same where `keep` (one truth value on the device) holds, zero elsewhere; without a synchronisation."""
+        parts = tuple(torch.where(keep, part, torch.zeros_like(part)) for part in self.parts)
+        return replace(self, parts=parts, scale=torch.where(keep, self.scale, torch.zeros_like(self.scale)))
+
+    def add_to(self, targets: Sequence[Tensor | None], factor: Tensor | float = 1.0) -> None:
+        """target += factor * S, in place; None leaves a parameter out."""
+        for target, part in zip(targets, self.parts, strict=True):
+            if target is not None:
+                amount = (self.scale * factor).to(part.dtype)
+                if target.dtype == part.dtype:
+                    target.addcmul_(part, amount)
+                else:
+                    target.add_((part * amount).to(target.dtype))

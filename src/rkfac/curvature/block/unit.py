@@ -1,0 +1,90 @@
+"""Scale-and-shift layers: a 1 x 1 or 2 x 2 Fisher block a unit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rkfac.curvature.block.base import Block, Group, Settings
+from rkfac.curvature.block.direction import Direction
+from rkfac.curvature.decompose import Exact
+from rkfac.curvature.factor import DenseFactor, Factor
+from rkfac.curvature.statistics import Moment
+from rkfac.layers.base import UnitAdapter, statistics_dtype
+
+
+class UnitBlock(Block):
+    """(F_u + l I)^-1 [dscale_u, dshift_u] for every unit u; a relative l is measured in the largest eigenvalue of all."""
+
+    kind = "unit-wise"
+    positions_summed = True
+
+    def __init__(self, name: str, module: nn.Module, adapter: UnitAdapter, settings: Settings) -> None:
+        self.adapter = adapter
+        super().__init__(name, module, adapter, settings)
+
+    def reset(self) -> None:
+        """Forget everything: at the start, and when the set of trained parameters changes."""
+        super().reset()
+        like = torch.empty(0, dtype=statistics_dtype(self.weight), device=self.weight.device)
+        self.factor = DenseFactor((self.weight.numel(), 1 + self.bias), self.settings.start, like)
+
+    @property
+    def factors(self) -> Mapping[str, Factor[Any]]:
+        """Small blocks, all of one factor."""
+        return {"unit": self.factor}
+
+    @property
+    def width(self) -> int:
+        """Units."""
+        return self.weight.numel()
+
+    def moments(self) -> tuple[Moment, ...]:
+        """Of the gradients alone."""
+        return (Moment(),)
+
+    def collect(self, x: Tensor, g: Tensor) -> int:
+        """Gradients of scale and shift, a row a sample."""
+        u = self.adapter.unit_gradients(self.module, x, g, self.settings.weight_sharing)  # (n, units, k)
+        self.pending.moments[0].add(u.transpose(0, 1))
+        return u.shape[0]
+
+    def decompose(self, group: Group) -> None:
+        """Blocks this small are always decomposed exactly."""
+        in_force = group["damping"], self.settings.damping.relative
+        request = self.settings.request(group, self.name, "unit", self.version, in_force)
+        self.factor.adopt(self.factor.refresh(replace(request, strategy=Exact())))
+
+    def direction(self, gradients: tuple[Tensor, ...], group: Group) -> Direction:
+        """Small solves, all units at once and in float64."""
+        with self.timed("apply"):
+            self._follow()
+            low, damping = self.factor.low, self.settings.damping.unit(group["damping"], self.factor)
+            U = low.U.double()
+            stacked = torch.stack([g.flatten().double() for g in gradients], dim=-1)[..., None]  # (units, k, 1)
+            solved = (U @ ((U.mT @ stacked) / (low.s + damping)[..., None])).squeeze(-1)
+            peak = solved.abs().amax()
+            scale = torch.where(peak > 0, peak, torch.ones_like(peak))
+            dtype = statistics_dtype(self.weight)
+            parts = tuple((solved[:, i] / scale).to(dtype).reshape(g.shape) for i, g in enumerate(gradients))
+            return Direction(parts, scale, gradients)
+
+    def multiply(self, change: tuple[Tensor, ...], group: Group) -> tuple[Tensor, ...]:
+        """(F_u + l I) times a change of every unit."""
+        self._follow()
+        low, damping = self.factor.low, self.settings.damping.unit(group["damping"], self.factor)
+        U = low.U.double()
+        stacked = torch.stack([c.flatten().double() for c in change], dim=-1)[..., None]
+        product = (U @ ((U.mT @ stacked) * (low.s + damping)[..., None])).squeeze(-1)
+        return tuple(product[:, i].to(c.dtype).reshape(c.shape) for i, c in enumerate(change))
+
+    def facts(self, group: Group) -> dict[str, Any]:
+        """Units stand on the output side."""
+        facts: dict[str, Any] = {"input_dim": 1 + self.bias, "output_dim": self.weight.numel()}
+        if self.ready:
+            facts["damping_output"] = float(self.settings.damping.unit(group["damping"], self.factor))
+        return facts

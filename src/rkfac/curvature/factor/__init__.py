@@ -1,0 +1,7 @@
+"""One running Kronecker factor: the contract, and its kinds."""
+
+from rkfac.curvature.factor.base import Factor, Refreshed, Start
+from rkfac.curvature.factor.dense import DenseFactor
+from rkfac.curvature.factor.diagonal import DiagonalFactor
+
+__all__ = ["DenseFactor", "DiagonalFactor", "Factor", "Refreshed", "Start"]

@@ -1,0 +1,210 @@
+"""The contract of one running Kronecker factor, and the average all of them keep."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from rkfac.curvature.decompose import Request
+from rkfac.curvature.statistics import Moment
+from rkfac.linalg import Diagonal, LowRank
+
+Low = TypeVar("Low", LowRank, Diagonal)
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where an average begins: at the identity (the paper) or free of its start ("unbiased").
+
+    `sketched`: the identity is part of what a sketch sees, as in the paper. Otherwise the average without it is
+    decomposed and the identity, which every vector is an eigenvector of, is added to the eigenvalues afterwards.
+    """
+
+    identity: bool
+    sketched: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Refreshed(Generic[Low]):
+    """A finished decomposition in true units (float64 eigenvalues), the mean eigenvalue and the share of the trace kept."""
+
+    low: Low
+    mean: Tensor
+    captured: Tensor
+
+
+class Factor(ABC, Generic[Low]):
+    """X <- decay X + (1 - decay) X_k, and the decomposition of it that is in use.
+
+    The average is kept as 2^exponent * value + identity * I, where `value` starts at zero and has entries of about one,
+    and `weight` is the weight the past carries: 1 from the identity on, and from 0 upwards otherwise, which divides out
+    the start exactly, also when the decay changes on the way.
+    """
+
+    def __init__(self, shape: tuple[int, ...], start: Start, like: Tensor) -> None:
+        self.shape = shape
+        self.start = start
+        self._like = like
+        self._value: Tensor | None = None  # made when the first statistic comes: layers that never train cost nothing
+        self._level = -math.inf  # binary logarithm of about the largest entry
+        self._weight = self._identity = 1.0 if start.identity else 0.0
+        self.updates = 0
+        self._refreshed: Refreshed[Low] | None = None
+
+    @abstractmethod
+    def _zero(self) -> Tensor:
+        """A value of zero."""
+
+    @property
+    def _exponent(self) -> int:
+        return 0 if math.isinf(self._level) else math.ceil(self._level)
+
+    def take(self, moment: Moment, decay: float) -> None:
+        """One more statistic, in place."""
+        if self._value is None:
+            self._value = self._zero()
+        past = decay * self._weight
+        self._weight = past + (1 - decay)
+        keep, share = past / self._weight, (1 - decay) / self._weight
+        before = self._exponent
+        self._level = max(
+            self._level + math.log2(keep) if keep else -math.inf, moment.level + math.log2(share) if share else -math.inf
+        )
+        moment.blend_into(self._value, keep * 2.0 ** (before - self._exponent), share, self._exponent)
+        self._identity *= keep
+        self.updates += 1
+
+    # --- the decomposition
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is a decomposition to use."""
+        return self._refreshed is not None
+
+    @property
+    def low(self) -> Low:
+        """The decomposition in use, eigenvalues in float64 and true units."""
+        return self._in_use.low
+
+    @property
+    def mean(self) -> Tensor:
+        """Mean eigenvalue when the decomposition was made, a number a group."""
+        return self._in_use.mean
+
+    @property
+    def captured(self) -> Tensor | None:
+        """Share of the trace the kept pairs held when they were made."""
+        return None if self._refreshed is None else self._refreshed.captured
+
+    @property
+    def _in_use(self) -> Refreshed[Low]:
+        if self._refreshed is None:
+            raise RuntimeError("this factor was never refreshed")
+        return self._refreshed
+
+    @abstractmethod
+    def refresh(self, request: Request) -> Refreshed[Low]:
+        """Decompose the average anew; changes nothing. Raises DecompositionError when that fails."""
+
+    def adopt(self, refreshed: Refreshed[Low]) -> None:
+        """Use a finished decomposition from now on."""
+        self._refreshed = refreshed
+
+    # --- what it knows
+
+    @abstractmethod
+    def dense(self) -> Tensor:
+        """The average itself as a matrix, in float64 (inspection and tests)."""
+
+    @abstractmethod
+    def spectrum(self) -> Tensor:
+        """All eigenvalues of the average, descending, in float64."""
+
+    @abstractmethod
+    def trace(self) -> Tensor:
+        """Trace of the average in float64, a number a group."""
+
+    @property
+    @abstractmethod
+    def rank(self) -> int | None:
+        """Eigenpairs kept, None when that has no meaning."""
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the average."""
+        return 0 if self._value is None else self._value.nbytes
+
+    @property
+    @abstractmethod
+    def basis_nbytes(self) -> int:
+        """Memory of the decomposition."""
+
+    # --- memory
+
+    def to(self, device: torch.device) -> None:
+        """Go where the model went."""
+        if self._like.device == device:
+            return
+        self._like = self._like.to(device)
+        if self._value is not None:
+            self._value = self._value.to(device)
+        if self._refreshed is not None:
+            self._refreshed = self._unpacked(self._packed(self._refreshed))
+
+    @abstractmethod
+    def _packed(self, refreshed: Refreshed[Low]) -> dict[str, Tensor | None]:
+        """A decomposition as tensors by name."""
+
+    @abstractmethod
+    def _unpacked(self, tensors: Mapping[str, Any]) -> Refreshed[Low]:
+        """And back, onto this factor's device."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and numbers only."""
+        return {
+            "value": self._value,
+            "level": self._level,
+            "weight": self._weight,
+            "identity": self._identity,
+            "updates": self.updates,
+            "basis": None if self._refreshed is None else self._packed(self._refreshed),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state, on this factor's own device; refuses what does not fit or is not finite."""
+        value = state["value"]
+        like = self._zero() if value is not None else None
+        if like is not None:
+            if not isinstance(value, Tensor) or value.shape != like.shape:
+                shape = tuple(value.shape) if isinstance(value, Tensor) else value
+                raise ValueError(f"the saved factor has shape {shape}, this model needs {tuple(like.shape)}")
+            value = _finite(value).to(like, copy=True)
+        numbers = {key: float(state[key]) for key in ("level", "weight", "identity")}
+        if any(math.isnan(n) or n == math.inf for n in numbers.values()) or min(numbers["weight"], numbers["identity"]) < 0:
+            raise ValueError(f"the saved factor holds senseless numbers: {numbers}")
+        updates = state["updates"]
+        if isinstance(updates, bool) or not isinstance(updates, int) or updates < 0 or (updates > 0) != (value is not None):
+            raise ValueError(f"the saved factor counts {updates!r} updates")
+        refreshed = None if state["basis"] is None else self._unpacked(state["basis"])
+        self._value, self.updates, self._refreshed = value, updates, refreshed
+        self._level, self._weight, self._identity = numbers["level"], numbers["weight"], numbers["identity"]
+
+
+def _finite(tensor: Any) -> Tensor:
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or not bool(torch.isfinite(tensor).all()):
+        raise ValueError("a saved tensor is missing, not of floating point, or holds NaN or Inf")
+    return tensor
+
+
+def restored(tensor: Any, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype) -> Tensor:
+    """A saved tensor of the expected shape, copied onto the device of `like`."""
+    if tuple(_finite(tensor).shape) != shape:
+        raise ValueError(f"a saved tensor has shape {tuple(tensor.shape)}, expected {shape}")
+    copied: Tensor = tensor.to(device=like.device, dtype=dtype, copy=True)
+    return copied

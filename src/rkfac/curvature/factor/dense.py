@@ -1,0 +1,88 @@
+"""A factor kept as a matrix, or as a batch of them (groups of a convolution, units of a norm)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rkfac.curvature.decompose import Request
+from rkfac.curvature.factor.base import Factor, Refreshed, restored
+from rkfac.linalg import LowRank
+
+LARGEST_SHIFT = 2.0**100  # beyond it a matrix with entries of about one vanishes beside the identity
+
+
+class DenseFactor(Factor[LowRank]):
+    """`shape` is (d,) or (groups, d)."""
+
+    def _zero(self) -> Tensor:
+        return self._like.new_zeros(*self.shape, self.shape[-1])
+
+    def refresh(self, request: Request) -> Refreshed[LowRank]:
+        """A strategy decomposes the value; units and the identity are put back afterwards."""
+        assert self._value is not None
+        unit, identity = 2.0**self._exponent, self._identity
+        inside = min(identity / unit, LARGEST_SHIFT) if self.start.sketched and identity else 0.0
+        if inside == LARGEST_SHIFT:
+            unit = identity / inside
+        request = replace(
+            request,
+            matrix=self._value,
+            start=self._refreshed.low.U if self._refreshed is not None else None,
+            shift=inside,
+            # The identity that is kept apart damps like the damping itself.
+            offset=0.0 if self.start.sketched else identity / unit,
+            damping=request.damping if request.relative else request.damping / unit,
+        )
+        low = request.strategy.decompose(request)
+        low = low.shifted(0.0 if self.start.sketched else identity, scale=unit)
+        trace = self.trace()
+        captured = (low.s.sum() / trace.sum().clamp_min(torch.finfo(trace.dtype).tiny)).clamp(0, 1)
+        return Refreshed(low, trace / self.shape[-1], captured)
+
+    def dense(self) -> Tensor:
+        """2^exponent * value + identity * I."""
+        value = (self._zero() if self._value is None else self._value).double() * 2.0**self._exponent
+        value.diagonal(dim1=-2, dim2=-1).add_(self._identity)
+        return value
+
+    def spectrum(self) -> Tensor:
+        """Exact, so O(d^3)."""
+        return torch.linalg.eigvalsh(self.dense()).flip(-1).clamp_min(0)
+
+    def trace(self) -> Tensor:
+        """A number a group."""
+        value = self._zero() if self._value is None else self._value
+        diagonal = value.diagonal(dim1=-2, dim2=-1).double().sum(-1)
+        return diagonal * 2.0**self._exponent + self._identity * self.shape[-1]
+
+    @property
+    def rank(self) -> int | None:
+        """Eigenpairs kept."""
+        return None if self._refreshed is None else self._refreshed.low.rank
+
+    @property
+    def basis_nbytes(self) -> int:
+        """Memory of the kept eigenvectors."""
+        return 0 if self._refreshed is None else self._refreshed.low.U.nbytes
+
+    def _packed(self, refreshed: Refreshed[LowRank]) -> dict[str, Tensor | None]:
+        low = refreshed.low
+        return {"U": low.U, "s": low.s, "tail": low.tail, "mean": refreshed.mean, "captured": refreshed.captured}
+
+    def _unpacked(self, tensors: Mapping[str, Any]) -> Refreshed[LowRank]:
+        groups, d, like = self.shape[:-1], self.shape[-1], self._like
+        rank = tensors["U"].shape[-1]
+        if not 1 <= rank <= d:
+            raise ValueError(f"a saved basis keeps {rank} of {d} directions")
+        wide = torch.float64
+        tail = None if tensors["tail"] is None else restored(tensors["tail"], groups, like, wide)
+        U = restored(tensors["U"], (*groups, d, rank), like, like.dtype)
+        low = LowRank(U, restored(tensors["s"], (*groups, rank), like, wide), tail)
+        mean, captured = restored(tensors["mean"], groups, like, wide), restored(tensors["captured"], (), like, wide)
+        return Refreshed(low, mean, captured)
+

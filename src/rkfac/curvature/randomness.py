@@ -1,0 +1,73 @@
+"""Where random numbers come from: one seed a draw, so that one layer's draws say nothing about another's."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+
+
+class Randomness(ABC):
+    """Hands out generators for named draws."""
+
+    @abstractmethod
+    def generator(self, *draw: str | int) -> torch.Generator:
+        """The generator for one draw, named by what it is for: a layer, a side, a refresh number."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state."""
+
+
+class Seeded(Randomness):
+    """A seed of its own for every draw, made from the optimizer's seed and the draw's name.
+
+    Leaving a layer out, another rank or another order of the layers changes no other layer's draw, and all processes
+    agree without talking to each other.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def generator(self, *draw: str | int) -> torch.Generator:
+        """Freshly seeded, on the CPU: one seed gives one draw on every device."""
+        text = "\x1f".join(map(str, (self.seed, *draw)))
+        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        return torch.Generator().manual_seed(int.from_bytes(digest, "big", signed=True))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The seed."""
+        return {"seed": self.seed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The seed of the saved run."""
+        if not isinstance(state.get("seed"), int):
+            raise ValueError("it was saved with a generator, this optimizer was built with a seed")
+        self.seed = state["seed"]
+
+
+class Shared(Randomness):
+    """One generator of the caller's, used by all draws in the order they happen."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
+
+    def generator(self, *draw: str | int) -> torch.Generator:
+        """Always the same."""
+        return self._generator
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far it was used."""
+        return {"generator": self._generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """As far as the saved run had used it."""
+        if not isinstance(state.get("generator"), torch.Tensor):
+            raise ValueError("it was saved with a seed, this optimizer was built with a generator")
+        self._generator.set_state(state["generator"].cpu())

@@ -1,0 +1,157 @@
+"""What a step is about to do to each parameter: made as a whole before anything moves, and only then done."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rkfac.curvature.block import Block, Direction
+from rkfac.optim import update
+from rkfac.optim.gate import Gate, bounded, moderate
+
+Group = Mapping[str, Any]
+State = MutableMapping[Any, Any]
+
+
+@dataclass(frozen=True)
+class Preconditioned:
+    """A layer's direction, clipped by `factor`, for those of its parameters that have a group and a gradient."""
+
+    direction: Direction
+    factor: Tensor | float
+    targets: Sequence[tuple[nn.Parameter, Group] | None]
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A parameter that trains by the fallback rule, its update scaled by `factor`."""
+
+    parameter: nn.Parameter
+    gradient: Tensor
+    group: Group
+    rule: str
+    factor: Tensor | float
+
+
+Move = Preconditioned | Plain
+
+
+def planned(
+    blocks: Iterable[Block], groups: Sequence[dict[str, Any]], state: State, fallback: str, gate: Gate
+) -> list[Move]:
+    """All moves of one step; what is not finite takes no part."""
+    group_of: dict[int, Group] = {id(p): group for group in groups for p in group["params"]}
+    covered: set[int] = set()
+    held: dict[int, float] = {}  # largest RMS of layers that wait for their first basis
+    made: list[tuple[Block, Preconditioned]] = []
+    for block in blocks:
+        group = group_of.get(id(block.weight))
+        if group is None or block.retired or not block.weight.requires_grad or block.weight.grad is None:
+            continue
+        if not block.ready:
+            if group["update_clip"] is not None:
+                held.update((id(p), group["update_clip"]) for p in block.parameters)
+            continue
+        covered.update(id(p) for p in block.parameters)
+        made.append((block, _preconditioned(block, group, group_of, gate)))
+    return [*_held_together(made, groups[0]["kl_clip"]), *_plain(groups, covered, held, fallback, gate)]
+
+
+def _preconditioned(block: Block, group: Group, group_of: Mapping[int, Group], gate: Gate) -> Preconditioned:
+    gradients = tuple(torch.zeros_like(p) if p.grad is None else p.grad for p in block.parameters)
+    direction = block.direction(gradients, group)
+    clip = update.rms_clip(direction.norm, direction.size, group["update_clip"])
+    length = direction.norm if clip is None else direction.norm * clip
+    passed = gate.passes(block.name, bounded(length, block.weight.dtype))
+    if passed is not True:
+        direction = direction.masked(torch.as_tensor(passed, device=block.weight.device))
+        clip = None if clip is None else clip.nan_to_num(nan=0.0)
+    block.clip = clip
+    targets = [
+        (p, group_of[id(p)]) if p.grad is not None and id(p) in group_of else None for p in block.parameters
+    ]
+    return Preconditioned(direction, 1.0 if clip is None else clip, targets)
+
+
+def _held_together(made: Sequence[tuple[Block, Preconditioned]], bound: float | None) -> list[Move]:
+    """The KL clip over all layers."""
+    if bound is None or not made:
+        return [move for _, move in made]
+    device = made[0][0].weight.device
+    terms = []
+    for block, move in made:
+        lr = next((target[1]["lr"] for target in move.targets if target is not None), 0.0)
+        terms.append((lr**2 * move.direction.inner * move.factor).to(device))
+    whole = update.kl_clip(terms, bound)
+    moves: list[Move] = []
+    for block, move in made:
+        block.clip = move.factor * whole.to(block.weight.device)
+        moves.append(Preconditioned(move.direction, block.clip, move.targets))
+    return moves
+
+
+def _plain(
+    groups: Sequence[dict[str, Any]], covered: set[int], held: Mapping[int, float], fallback: str, gate: Gate
+) -> list[Move]:
+    moves: list[Move] = []
+    for number, group in enumerate(groups):
+        for index, p in enumerate(group["params"]):
+            if p.grad is None or id(p) in covered:
+                continue
+            gradient = torch.view_as_real(p.grad) if p.grad.is_complex() else p.grad
+            passed = gate.passes(f"parameter {index} of group {number}", moderate(gradient, fallback == "adamw"))
+            kept = p.grad if passed is True else torch.where(torch.as_tensor(passed, device=p.device), p.grad, 0)
+            factor: Tensor | float = group["fallback_scale"]
+            clip = update.rms_clip(_length(kept), kept.numel(), held.get(id(p)))
+            moves.append(Plain(p, kept, group, fallback, factor if clip is None else factor * clip))
+    return moves
+
+
+def _length(gradient: Tensor) -> Tensor:
+    """Norm in float64, without squares that overflow."""
+    if gradient.numel() == 0:
+        return torch.zeros((), dtype=torch.float64, device=gradient.device)
+    peak = torch.linalg.vector_norm(gradient, ord=math.inf).double()
+    unit = torch.where(peak > 0, peak, 1.0)
+    return torch.linalg.vector_norm(gradient / unit.to(gradient.real.dtype)).double() * unit
+
+
+def apply(move: Move, state: State, step: int) -> None:
+    """Do it: weight decay, momentum, the update itself."""
+    (_apply_direction if isinstance(move, Preconditioned) else _apply_plain)(move, state, step)  # type: ignore[arg-type]
+
+
+def _apply_direction(move: Preconditioned, state: State, step: int) -> None:
+    for index, target in enumerate(move.targets):
+        if target is None:
+            continue
+        p, group = target
+        alone: list[Tensor | None] = [None] * len(move.targets)
+        update.decay(p, group, step)
+        if group["momentum"]:
+            alone[index] = buffer = update.momentum_buffer(state[p], p, group["momentum"])
+            move.direction.add_to(alone, move.factor)
+            p.add_(buffer, alpha=_signed(group))
+        else:
+            alone[index] = p
+            move.direction.add_to(alone, move.factor * _signed(group))
+
+
+def _apply_plain(move: Plain, state: State, step: int) -> None:
+    p, group = move.parameter, move.group
+    direction = update.FALLBACKS[move.rule](state[p], move.gradient, group)
+    update.decay(p, group, step)
+    if isinstance(move.factor, Tensor):
+        p.add_(direction * (move.factor * _signed(group)).to(direction.real.dtype))
+    else:
+        p.add_(direction, alpha=_signed(group) * move.factor)
+
+
+def _signed(group: Group) -> float:
+    """-lr, or +lr when the objective is maximised."""
+    return float(group["lr"]) if group.get("maximize") else -float(group["lr"])
