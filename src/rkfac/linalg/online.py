@@ -41,7 +41,10 @@ def online_update(
     M = coordinates @ coordinates.mT
     M.diagonal()[: low.rank].add_((s - fill).to(M.dtype))
     values, rotation = lapack.eigenpairs((M + M.mT) / 2, name)
-    basis = torch.cat([low.U, fresh], dim=-1) @ rotation
+    basis = torch.cat([low.U, fresh], dim=-1)
+    # Rounding piles up over the updates: a Newton step to the nearest orthonormal basis, (3 I - B^T B) / 2, undoes it.
+    excess = basis.mT @ basis - torch.eye(basis.shape[-1], dtype=basis.dtype, device=basis.device)
+    basis = basis @ (rotation - excess @ rotation / 2)
     updated = LowRank(basis, (values + fill).clamp_min(0), None if low.tail is None else fill)
     return unscaled(updated if rank is None else updated.truncate(rank), square, name, low.s.dtype)
 
