@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from sklearn.utils.extmath import randomized_svd
 
 from linalg.matrices import psd
 from rkfac import linalg
-from rkfac.linalg import DecompositionError, LowRank, exact, orthonormal, sketch
+from rkfac.linalg import DecompositionError, LowRank, orthonormal, sketch
+from rkfac.linalg.operand import Operand
 
 SKETCHES: dict[str, Callable[..., LowRank]] = {"rsvd": linalg.rsvd, "srevd": linalg.srevd, "nystrom": linalg.nystrom}
 ALL = {**SKETCHES, "eigh": lambda X, rank, *_, **kw: linalg.eigh(X, rank, tail=kw.get("tail", "zero"))}
@@ -38,7 +40,7 @@ def naive(method: str, X: torch.Tensor, Q: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("q", [0, 1, 3])
 def test_each_sketch_equals_its_naive_twin(method: str, q: int) -> None:
     X = psd(30)
-    Q = sketch.range_basis(X, 8, q, None, torch.Generator().manual_seed(3))
+    Q = sketch.range_basis(Operand.of(X, 0.0, "X"), 8, q, None, torch.Generator().manual_seed(3))
     low = SKETCHES[method](X, 8, 0, q, generator=torch.Generator().manual_seed(3))
     torch.testing.assert_close(low.dense(), naive(method, X, Q), rtol=1e-7, atol=1e-9)
 
@@ -47,7 +49,7 @@ def test_each_sketch_equals_its_naive_twin(method: str, q: int) -> None:
 def test_the_range_finder_spans_what_the_paper_multiplies(q: int) -> None:
     X, omega = psd(20, decay=0.9), torch.randn(20, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     naive_range = torch.linalg.qr(torch.linalg.matrix_power(X, q) @ omega)[0]
-    Q = sketch.range_basis(X, 5, q, None, torch.Generator().manual_seed(2))
+    Q = sketch.range_basis(Operand.of(X, 0.0, "X"), 5, q, None, torch.Generator().manual_seed(2))
     torch.testing.assert_close(Q @ Q.mT, naive_range @ naive_range.mT, rtol=1e-8, atol=1e-10)
 
 
@@ -229,7 +231,8 @@ def _bad_inputs() -> dict[str, tuple[torch.Tensor, str]]:
 def test_bad_input_is_refused_by_what_and_where(method: str, case: str) -> None:
     X, message = _bad_inputs()[case]
     f = unchecked(linalg.eigh if method == "eigh" else SKETCHES[method])
-    with pytest.raises(ValueError, match=message) as error:
+    kind = DecompositionError if case in ("NaN", "Inf") else ValueError
+    with pytest.raises(kind, match=message) as error:
         f(X, 5, name="layer 3, input factor")
     assert "layer 3, input factor" in str(error.value)
 
@@ -242,7 +245,7 @@ def test_bad_arguments_are_named(method: str) -> None:
         ({"rank": 3, "oversampling": -1}, "oversampling"),
         ({"rank": 3, "power_iterations": -1}, "power_iterations"),
         ({"rank": 3, "tail": "flat"}, "tail"),
-        ({"rank": 3, "oversampling": 0, "start": torch.eye(30, dtype=X.dtype)[:, :3]}, "oversampling >= 1"),
+        ({"rank": 3, "shift": float("inf")}, "shift"),
         ({"rank": 3, "start": torch.zeros(29, 3, dtype=X.dtype)}, "start"),
     ):
         with pytest.raises(ValueError, match=argument):
@@ -251,28 +254,126 @@ def test_bad_arguments_are_named(method: str) -> None:
 
 def test_an_indefinite_matrix_is_refused() -> None:
     X = torch.diag(torch.tensor([2.0, 1.0, -1.0] + [0.0] * 20, dtype=torch.float64))
-    with pytest.raises(ValueError, match="positive semi-definite"):
+    with pytest.raises(DecompositionError, match="positive semi-definite"):
         linalg.eigh(X)
     with pytest.raises(DecompositionError, match="layer 1"):
         linalg.nystrom(-psd(30), 4, name="layer 1")
 
 
-def test_a_failing_solver_is_retried_in_float64_and_then_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    real, seen = torch.linalg.eigh, []
+@pytest.mark.parametrize("method", SKETCHES)
+def test_a_finite_matrix_is_never_said_to_hold_nan(method: str) -> None:
+    huge = (psd(40, dtype=torch.float64) * 1e25).float()
+    assert not torch.isfinite(torch.linalg.matrix_norm(huge))
+    torch.testing.assert_close(linalg.eigh(huge).s[0], torch.tensor(1e25))
+    skew = huge.clone()
+    skew[0, 1] += 1e25
+    hollow = torch.zeros(40, 40)
+    hollow[0, 1] = hollow[1, 0] = 1e36
+    for f in (SKETCHES[method], linalg.eigh):
+        with pytest.raises(ValueError, match="not symmetric"):
+            f(skew, 5)
+        with pytest.raises(ValueError, match="not symmetric"):
+            f(hollow.triu(), 5)
+        with pytest.raises(DecompositionError, match="positive semi-definite"):
+            f(hollow, 5)
 
-    def failing_in_float32(C: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        seen.append(C.dtype)
-        if C.dtype == torch.float32:
-            raise torch.linalg.LinAlgError("did not converge")
-        return real(C)
 
-    monkeypatch.setattr(torch.linalg, "eigh", failing_in_float32)
-    X = psd(10, dtype=torch.float32)
-    low = linalg.eigh(X)
-    assert seen == [torch.float32, torch.float64]
-    assert low.s.dtype == torch.float32
-    torch.testing.assert_close(low.dense(), X)
+@pytest.mark.parametrize("method", [linalg.rsvd, linalg.srevd, linalg.nystrom, linalg.eigh], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("tail", ["zero", "trace"])
+@pytest.mark.parametrize("shift", [0.3, 40.0, -1e-3])
+def test_a_shift_equals_the_shifted_matrix(
+    method: Callable[..., LowRank], dtype: torch.dtype, tail: str, shift: float
+) -> None:
+    X = torch.stack([psd(60, decay=0.9, seed=i) for i in range(2)]) + 0.01 * torch.eye(60, dtype=torch.float64)
+    X[1] *= 1e-6 if shift > 0 else 2.0
+    X = X.to(dtype)
+    more = () if method is linalg.eigh else (4, 2)
+    seeds = [{} if method is linalg.eigh else {"generator": torch.Generator().manual_seed(1)} for _ in range(2)]
+    low = method(X, 8, *more, tail=tail, shift=shift, **seeds[0])
+    explicit = method(X + shift * torch.eye(60, dtype=dtype), 8, *more, tail=tail, **seeds[1])
+    rounding = (2e-5 if dtype == torch.float32 else 1e-12) * (1 + abs(shift))
+    torch.testing.assert_close(low.s, explicit.s, rtol=0, atol=rounding)
+    torch.testing.assert_close(low.fill, explicit.fill, rtol=0, atol=rounding)
+    torch.testing.assert_close(low.dense()[0], explicit.dense()[0], rtol=0, atol=200 * rounding)
+    torch.testing.assert_close(low.U.mT @ low.U, torch.eye(8, dtype=dtype).expand(2, 8, 8), rtol=0, atol=1e-5)
 
-    monkeypatch.setattr(exact, "_attempt", lambda C: (None, None))
-    with pytest.raises(DecompositionError, match=r"features\.3.*10 x 10"):
-        linalg.eigh(X, name="features.3")
+
+@pytest.mark.parametrize("method", SKETCHES)
+@pytest.mark.parametrize("rank", [2, 4, 30])
+def test_a_warm_start_without_oversampling_still_finds_new_directions(method: str, rank: int) -> None:
+    X = psd(120, rank=rank)
+    g = torch.Generator().manual_seed(0)
+    low = SKETCHES[method](X, rank, 0, 1, generator=g)
+    new = torch.linalg.qr(torch.randn(120, 1, dtype=torch.float64, generator=g))[0]
+    Y = X + 3.0 * new @ new.mT
+    for _ in range(6):
+        low = SKETCHES[method](Y, rank, 0, 1, start=low.U, generator=g)
+    assert low.rank == rank
+    assert float(torch.linalg.vector_norm(low.U.mT @ new)) > 0.99
+    values = torch.linalg.eigvalsh(Y).flip(-1)[:rank]
+    torch.testing.assert_close(low.s[:1], values[:1], rtol=1e-2, atol=0)
+    cold, warm = (
+        SKETCHES[method](Y, 1, 0, 1, start=start, generator=torch.Generator().manual_seed(2)) for start in (None, new)
+    )
+    assert torch.equal(cold.U, warm.U)  # the only column is a fresh one
+
+
+def test_at_least_one_column_in_twenty_of_a_warm_sketch_is_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    X, real, drawn = psd(100, dtype=torch.float64), torch.randn, []
+
+    def recording(*shape: int, **keywords: Any) -> torch.Tensor:
+        drawn.append(shape)
+        return real(*shape, **keywords)
+
+    monkeypatch.setattr(torch, "randn", recording)
+    start = torch.eye(100, dtype=X.dtype)
+    for rank, oversampling in ((1, 0), (5, 0), (60, 0), (60, 1), (30, 10)):
+        linalg.nystrom(X, rank, oversampling, 0, start=start[:, :rank])
+    linalg.nystrom(X, 30, 10, 0, start=start[:, :7])
+    assert drawn == [(100, 1), (100, 1), (100, 3), (100, 3), (100, 10), (100, 33)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("method", SKETCHES)
+@pytest.mark.parametrize("q", [0, 1, 4])
+def test_bases_are_orthonormal_for_any_spectrum_and_any_start(method: str, q: int, dtype: torch.dtype) -> None:
+    d, rank = 150, 12
+    g = torch.Generator().manual_seed(5)
+    rows = torch.randn(20, d, dtype=torch.float64, generator=g)
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-12
+    random = torch.linalg.qr(torch.randn(d, rank, dtype=torch.float64, generator=g))[0]
+    duplicate = random.clone()
+    duplicate[:, 3] = duplicate[:, 7] = duplicate[:, 0]
+    nearly = random[:, :1] + 1e-7 * random
+    starts = {
+        "cold": None,
+        "zero": torch.zeros(d, rank),
+        "duplicate": duplicate,
+        "nearly parallel": nearly,
+        "huge and tiny": random * torch.logspace(-30, 30, rank),
+    }
+    matrices = {
+        "identity": torch.eye(d),
+        "nearly identity": 0.95 * torch.eye(d) + 0.05 * rows.T @ rows / 20,
+        "zero": torch.zeros(d, d),
+        "ones": torch.ones(d, d),
+        "one entry": torch.diag(torch.eye(d)[0]),
+        "projector": rows.T @ torch.linalg.inv(rows @ rows.T) @ rows,
+    }
+    for (what, X), (how, start) in itertools.product(matrices.items(), starts.items()):
+        X = ((X + X.mT) / 2).to(dtype)
+        low = SKETCHES[method](
+            X, rank, 4, q, start=None if start is None else start.to(dtype), tail="trace", generator=g
+        )
+        assert bool(torch.isfinite(low.s).all()), (what, how)
+        off = float((low.U.mT @ low.U - torch.eye(rank, dtype=dtype)).abs().max())
+        assert off <= tolerance, (what, how, off)
+        assert float(low.s[0]) <= float(torch.linalg.eigvalsh(X.double())[-1]) * (1 + tolerance), (what, how)
+
+
+def test_a_start_that_is_not_finite_is_named() -> None:
+    start = torch.eye(40, dtype=torch.float64)[:, :5].clone()
+    start[0, 0] = float("nan")
+    with pytest.raises(DecompositionError, match=r"start of layer 2"):
+        linalg.rsvd(psd(40), 5, 3, 1, start=start, name="layer 2")

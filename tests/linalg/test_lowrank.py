@@ -74,3 +74,61 @@ def test_it_is_frozen_and_refuses_bad_arguments() -> None:
         low.solve(torch.zeros(4, 1, dtype=torch.float64), 0.1)
     with pytest.raises(ValueError, match="rank must be"):
         low.truncate(0)
+
+
+@pytest.mark.parametrize("tail", ["zero", "trace"])
+@pytest.mark.parametrize("rank", [4, 12])
+def test_a_float64_spectrum_beside_a_float32_basis(tail: str, rank: int) -> None:
+    exact = linalg.eigh(psd(12), rank, tail=tail)
+    mixed = LowRank(exact.U.float(), exact.s, exact.tail)
+    V = torch.randn(12, 3, dtype=torch.float64)
+    for got, wanted in (
+        (mixed.solve(V.float(), 0.03), exact.solve(V, 0.03)),
+        (mixed.solve(V.float().mT, 0.03, side="right"), exact.solve(V.mT, 0.03, side="right")),
+        (mixed @ V.float(), exact @ V),
+        (mixed.dense(), exact.dense()),
+    ):
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got.double(), wanted, rtol=1e-4, atol=1e-5)
+    assert mixed.solve(V, 0.03).dtype == (mixed @ V).dtype == torch.float64
+    for cut, wanted_cut in (
+        (mixed.truncate(2), exact.truncate(2)),
+        (mixed.with_trace(torch.tensor(5.0)), exact.with_trace(torch.tensor(5.0, dtype=torch.float64))),
+    ):
+        assert (cut.U.dtype, cut.s.dtype) == (torch.float32, torch.float64)
+        torch.testing.assert_close(cut.s, wanted_cut.s)
+        torch.testing.assert_close(cut.fill, wanted_cut.fill)
+    torch.testing.assert_close(mixed.trace(), exact.trace())
+
+
+def test_a_spectrum_that_float32_cannot_hold_is_solved_with() -> None:
+    low = LowRank(torch.eye(4)[:, :2], torch.tensor([4e-60, 1e-60], dtype=torch.float64))
+    V = torch.full((4, 1), 1e-30)
+    expected = torch.tensor([0.2, 0.5, 1.0, 1.0])[:, None] * 1e30
+    torch.testing.assert_close(low.solve(V, 1e-60), expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(low @ torch.full((4, 1), 1e30), torch.tensor([[4e-30], [1e-30], [0.0], [0.0]]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("tail", ["zero", "trace"])
+@pytest.mark.parametrize("rank", [3, 9])
+def test_shifted_is_the_scaled_and_shifted_matrix(dtype: torch.dtype, tail: str, rank: int) -> None:
+    low, eye = linalg.eigh(psd(9, dtype=dtype), rank, tail=tail), torch.eye(9, dtype=dtype)
+    for by, scale in ((0.7, 1.0), (0.0, 2.5), (torch.tensor(0.2), 0.5), (0.3, 0.0)):
+        moved = low.shifted(by, scale)
+        torch.testing.assert_close(moved.dense(), scale * low.dense() + by * eye)
+        assert moved.U is low.U
+        assert moved.s.dtype == torch.float64
+    assert (low.shifted(0.0, 3.0).tail is None) == (tail == "zero")
+    assert float(low.shifted(0.7).fill) == pytest.approx(float(low.fill) + 0.7)
+    batch = linalg.eigh(torch.stack([psd(9), psd(9, seed=1)]), rank, tail=tail)
+    moved = batch.shifted(torch.tensor([0.1, 0.4], dtype=torch.float64), 2.0)
+    shifts = torch.tensor([0.1, 0.4], dtype=torch.float64)[:, None, None] * torch.eye(9, dtype=torch.float64)
+    torch.testing.assert_close(moved.dense(), 2 * batch.dense() + shifts)
+    with pytest.raises(ValueError, match="scale"):
+        low.shifted(0.1, -1.0)
+
+
+def test_a_small_shift_survives_beside_a_large_value() -> None:
+    low = LowRank(torch.eye(3)[:, :1], torch.tensor([1.0])).shifted(1e-12)
+    assert float(low.s[0] - 1.0) == pytest.approx(1e-12, rel=1e-3)

@@ -80,3 +80,50 @@ def test_bad_arguments_are_named() -> None:
         linalg.online_update(low, torch.zeros(10, 2, dtype=torch.float64), 1.5)
     with pytest.raises(ValueError, match=r"\(10, n\)"):
         linalg.online_update(low, torch.zeros(9, 2, dtype=torch.float64), 0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rounding_does_not_pile_up_over_many_updates(dtype: torch.dtype) -> None:
+    g = torch.Generator().manual_seed(0)
+    span = torch.linalg.qr(torch.randn(100, 20, dtype=torch.float64, generator=g))[0].to(dtype)
+    low = LowRank(span, torch.ones(20, dtype=dtype))
+    worst = 0.0
+    for _ in range(600):
+        low = linalg.online_update(low, span @ torch.randn(20, 8, dtype=dtype, generator=g), 0.95, rank=20)
+        worst = max(worst, float((low.U.mT @ low.U - torch.eye(low.rank, dtype=dtype)).abs().max()))
+    assert worst < (1e-5 if dtype == torch.float32 else 1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("tail", ["zero", "trace"])
+def test_nothing_new_or_nothing_at_all_keeps_it_sound(dtype: torch.dtype, tail: str) -> None:
+    low = linalg.eigh(psd(30, rank=4, dtype=dtype), 6, tail=tail)
+    nothing = LowRank(low.U, torch.zeros_like(low.s), None if low.tail is None else torch.zeros_like(low.tail))
+    same = torch.randn(30, 1, dtype=dtype)
+    for start in (low, nothing):
+        for columns in (
+            torch.zeros(30, 5, dtype=dtype),
+            torch.zeros(30, 0, dtype=dtype),
+            same.repeat(1, 5),
+            torch.cat([low.U, low.U], dim=-1),
+        ):
+            for decay in (0.0, 0.9, 1.0):
+                new = linalg.online_update(start, columns, decay)
+                wanted = decay * start.dense() + (1 - decay) * columns @ columns.mT
+                torch.testing.assert_close(new.dense(), wanted, rtol=1e-4, atol=1e-5)
+                off = (new.U.mT @ new.U - torch.eye(new.rank, dtype=dtype)).abs().max()
+                assert float(off) < (1e-5 if dtype == torch.float32 else 1e-12)
+
+
+def test_what_is_not_finite_and_what_does_not_fit_are_told_apart() -> None:
+    X, low = psd(10), linalg.eigh(psd(10), 3)
+    columns = torch.full((10, 2), float("nan"), dtype=torch.float64)
+    with pytest.raises(linalg.DecompositionError, match="layer 4 holds NaN or Inf"):
+        linalg.online_update(low, columns, 0.5, name="layer 4")
+    with pytest.raises(linalg.DecompositionError, match="layer 4 holds NaN or Inf"):
+        linalg.correct(low, X * float("inf"), torch.tensor([0]), name="layer 4")
+    with pytest.raises(ValueError, match="10 x 10"):
+        linalg.correct(low, psd(9), torch.tensor([0]))
+    X[0, 1] += 1.0
+    with pytest.raises(ValueError, match="not symmetric"):
+        linalg.correct(low, X, torch.tensor([0, 1, 2]))

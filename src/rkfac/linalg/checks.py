@@ -1,11 +1,15 @@
-"""What the routines refuse, in one place, so that every refusal says what is wrong and where."""
+"""What the routines refuse, in one place, so that every refusal says what is wrong and where.
+
+A wrong argument (shape, dtype, count, a matrix that is not symmetric) is a ValueError; what only the values of a matrix
+decide (NaN, Inf, an indefinite matrix, a solver that gives up) is a DecompositionError.
+"""
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
-
-LinAlgError: type[RuntimeError] = torch.linalg.LinAlgError  # type: ignore[attr-defined]
 
 
 class DecompositionError(ArithmeticError):
@@ -34,18 +38,27 @@ def require_tail(tail: str) -> None:
         raise ValueError(f"tail must be 'zero' or 'trace', got {tail!r}")
 
 
-def require_symmetric(C: Tensor, name: str) -> None:
-    """Refuse NaN, Inf and asymmetry, seen on X itself or on a projection Q^T X Q of it.
+def require_shift(shift: float, dtype: torch.dtype) -> None:
+    """Refuse a multiple of the identity that the matrix's dtype cannot hold."""
+    if not math.isfinite(shift) or abs(shift) > torch.finfo(dtype).max:
+        raise ValueError(f"shift must be a finite number within the range of {dtype}, got {shift!r}")
 
-    A projection shows both almost surely, at the price of a p x p comparison instead of a pass over d x d.
+
+def require_finite(summary: Tensor, name: str) -> None:
+    """Refuse NaN and Inf, seen on the tensor itself or on anything they propagate to (a sum, a largest magnitude)."""
+    if not bool(torch.isfinite(summary).all()):
+        raise DecompositionError(f"{name} holds NaN or Inf")
+
+
+def require_symmetric(C: Tensor, name: str) -> None:
+    """Refuse asymmetry, seen on X itself or on a projection Q^T X Q of it; C is finite and of ordinary size.
+
+    A projection shows it almost surely, at the price of a p x p comparison instead of a pass over d x d.
     """
     size = torch.linalg.matrix_norm(C)
     asymmetry = torch.linalg.matrix_norm(C - C.mT)
-    tolerance = 1e4 * torch.finfo(C.dtype).eps
-    if bool(((asymmetry <= tolerance * size) & torch.isfinite(size)).all()):
+    if bool((asymmetry <= 1e4 * torch.finfo(C.dtype).eps * size).all()):
         return
-    if not bool(torch.isfinite(size).all()):
-        raise ValueError(f"{name} holds NaN or Inf")
     share = float((asymmetry / size.clamp_min(torch.finfo(C.dtype).tiny)).max())
     raise ValueError(
         f"{name} is not symmetric (asymmetry {share:.1e} of its size); pass (X + X.T) / 2 if that is meant"

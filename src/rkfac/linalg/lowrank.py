@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from rkfac.linalg.checks import require_positive
+from rkfac.linalg.scaling import times
 from rkfac.linalg.shapes import Float
 
 
@@ -17,6 +19,9 @@ class LowRank:
 
     `U` (..., d, r) has orthonormal columns, `s` (..., r) is descending. `tail` is None when the discarded spectrum counts
     as zero (the paper) and a tensor of the batch's shape when it is replaced by a constant that preserves the trace.
+
+    `s` and `tail` may be float64 beside a float32 `U`: what is formed from them is formed in float64, and only ratios near
+    one are rounded to the dtype of U, so that a spectrum of any size can be kept as it is.
     """
 
     U: Float[Tensor, "*batch d r"]
@@ -45,41 +50,60 @@ class LowRank:
 
     def trace(self) -> Float[Tensor, "*batch"]:
         """Trace of the approximation, tail included."""
-        return self.s.sum(-1) + (self.dim - self.rank) * self.fill
+        return (self.s.double().sum(-1) + (self.dim - self.rank) * self.fill.double()).to(self.s.dtype)
 
     def dense(self) -> Float[Tensor, "*batch d d"]:
         """The approximation as a d x d matrix (for inspection and tests; O(d^2 r))."""
-        fill = self.fill[..., None]
-        low = (self.U * (self.s - fill)[..., None, :]) @ self.U.mT
-        low.diagonal(dim1=-2, dim2=-1).add_(fill)
-        return low
+        weights, fill, size = self._ratios(self.U.dtype)
+        low = (self.U * weights[..., None, :]) @ self.U.mT
+        low.diagonal(dim1=-2, dim2=-1).add_(fill[..., None])
+        return times(low, size)
 
     def __matmul__(self, V: Float[Tensor, "*batch d k"]) -> Float[Tensor, "*batch d k"]:
         """The approximation times V, in O(d r k)."""
-        fill = self.fill[..., None, None]
-        return self.U @ ((self.s[..., :, None] - fill) * (self.U.mT @ V)) + fill * V
+        weights, fill, size = self._ratios(V.dtype)
+        U = self.U.to(V.dtype)
+        product = U @ (weights[..., :, None] * (U.mT @ V))
+        return times(product if self.tail is None else product + fill[..., None, None] * V, size)
 
     def truncate(self, rank: int) -> LowRank:
         """Keep the leading `rank` pairs; with a tail the trace stays what it was, without one it shrinks."""
         require_positive(rank, "rank")
         if rank >= self.rank:
             return self
-        kept = self.s[..., :rank]
-        tail = None if self.tail is None else (self.trace() - kept.sum(-1)).clamp_min(0) / (self.dim - rank)
-        return LowRank(self.U[..., :rank].contiguous(), kept.contiguous(), tail)
+        tail = None
+        if self.tail is not None:
+            cut = self.s[..., rank:].double().sum(-1) + (self.dim - self.rank) * self.tail.double()
+            tail = (cut / (self.dim - rank)).to(self.tail.dtype)
+        return LowRank(self.U[..., :rank].contiguous(), self.s[..., :rank].contiguous(), tail)
 
     def with_trace(self, trace: Float[Tensor, "*batch"]) -> LowRank:
         """The same pairs with the discarded spectrum filled so that the whole trace is `trace`."""
-        missing = (trace - self.s.sum(-1)).clamp_min(0)
-        return LowRank(self.U, self.s, missing / max(self.dim - self.rank, 1))
+        missing = (trace.double() - self.s.double().sum(-1)).clamp_min(0)
+        return LowRank(self.U, self.s, (missing / max(self.dim - self.rank, 1)).to(self.s.dtype))
+
+    def shifted(self, by: float | Tensor, scale: float | Tensor = 1.0) -> LowRank:
+        """scale * X + by * I: the same basis, the spectrum moved (in float64, which it keeps).
+
+        What was discarded moves too, so a tail appears where there was none, unless `by` is zero. A tensor holds one
+        value a matrix of the batch.
+        """
+        shift = torch.as_tensor(by, dtype=torch.float64, device=self.s.device)
+        factor = torch.as_tensor(scale, dtype=torch.float64, device=self.s.device)
+        if isinstance(scale, int | float) and not 0 <= scale < math.inf:
+            raise ValueError(f"scale must be finite and not negative, got {scale}")
+        s = factor[..., None] * self.s.double() + shift[..., None]
+        if self.tail is None and not bool(shift.any()):
+            return LowRank(self.U, s)
+        return LowRank(self.U, s, factor * self.fill.double() + shift)
 
     def solve(
         self, V: Float[Tensor, "*batch m k"], damping: float | Tensor, side: str = "left"
     ) -> Float[Tensor, "*batch m k"]:
         """(X + damping I)^-1 V, or V (X + damping I)^-1 with side="right"; O(d r k), paper's equation (11).
 
-        V / (t + l) + U diag((t - s) / ((s + l)(t + l))) U^T V with t the tail: equation (11) for t = 0, written so that
-        nothing cancels when s is small.
+        (V + U diag((t - s) / (s + l)) U^T V) / (t + l) with t the tail: equation (11) for t = 0, written so that
+        nothing cancels when s is small and only the last factor has the size of the inverse.
         """
         if side == "right":
             return self.solve(V.mT, damping).mT
@@ -89,10 +113,18 @@ class LowRank:
             raise ValueError(f"cannot solve with V of shape {tuple(V.shape)}: the matrix is {self.dim} x {self.dim}")
         if isinstance(damping, int | float) and not damping > 0:
             raise ValueError(f"damping must be positive, got {damping}")
-        l = torch.as_tensor(damping, dtype=self.s.dtype, device=self.s.device)[..., None]
-        projected = self.U.mT @ V
+        U = self.U.to(V.dtype)
+        projected = U.mT @ V
+        s, l = self.s.double(), torch.as_tensor(damping, dtype=torch.float64, device=self.s.device)[..., None]
         if self.full:
-            return self.U @ (projected / (self.s + l)[..., :, None])
-        t = self.fill[..., None]
-        weights = (t - self.s) / ((self.s + l) * (t + l))
-        return self.U @ (weights[..., :, None] * projected) + V / (t + l)[..., None]
+            least = s[..., -1:] + l
+            return times(U @ ((least / (s + l)).to(V.dtype)[..., :, None] * projected), 1 / least[..., 0])
+        t = self.fill.double()[..., None]
+        weights = ((t - s) / (s + l)).to(V.dtype)
+        return times(V + U @ (weights[..., :, None] * projected), 1 / (t + l)[..., 0])
+
+    def _ratios(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """s - fill and fill in units of the largest eigenvalue, and that eigenvalue in float64."""
+        s, fill = self.s.double(), self.fill.double()
+        size = torch.cat([s, fill[..., None]], dim=-1).abs().amax(-1).clamp_min(torch.finfo(torch.float64).tiny)
+        return ((s - fill[..., None]) / size[..., None]).to(dtype), (fill / size).to(dtype), size

@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rkfac.linalg.checks import require_positive
-from rkfac.linalg.exact import symmetric_eigenpairs
+from rkfac.linalg import lapack
+from rkfac.linalg.checks import require_finite, require_positive
 from rkfac.linalg.lowrank import LowRank
+from rkfac.linalg.operand import Operand, unscaled
+from rkfac.linalg.scaling import unit_scale
 from rkfac.linalg.shapes import Float
 
 
@@ -23,30 +25,39 @@ def online_update(
         raise ValueError(f"decay must lie in [0, 1], got {decay}")
     if columns.ndim != 2 or columns.shape[0] != low.dim:
         raise ValueError(f"columns must have shape ({low.dim}, n), got {tuple(columns.shape)}")
-    fill = low.fill
-    W = (1 - decay) ** 0.5 * columns.to(low.U)
+    if rank is not None:
+        require_positive(rank, "rank")
+    # In units where columns and roots of eigenvalues are near one: their squares are what is decomposed.
+    s, fill = low.s.double(), low.fill.double()
+    peak = torch.cat([s.abs().sqrt(), fill[None].abs().sqrt(), columns.abs().amax(0).double()]).amax()
+    require_finite(peak, name)
+    unit = unit_scale(peak.clamp(1e-150, 1e150).to(low.U.dtype))  # whose square float64 can hold
+    square = unit.double().square()
+    s, fill = decay * square * s, decay * square * fill
+    W = (1 - decay) ** 0.5 * (columns.to(low.U) * unit)
     P = low.U.mT @ W
-    fresh = _complement(low.U, W - low.U @ P, torch.linalg.matrix_norm(W))
+    fresh = _complement(low.U, W - low.U @ P, torch.linalg.matrix_norm(W), name)
     coordinates = torch.cat([P, fresh.mT @ W])  # of W in the joint orthonormal basis [U | fresh]
     M = coordinates @ coordinates.mT
-    M.diagonal()[: low.rank].add_(decay * (low.s - fill))
-    values, rotation = symmetric_eigenpairs((M + M.mT) / 2, name)
-    basis = torch.cat([low.U, fresh], dim=-1) @ rotation
-    tail = None if low.tail is None else decay * low.tail
-    updated = LowRank(basis, (values + decay * fill).clamp_min(0), tail)
-    return updated if rank is None else updated.truncate(rank)
+    M.diagonal()[: low.rank].add_((s - fill).to(M.dtype))
+    values, rotation = lapack.eigenpairs((M + M.mT) / 2, name)
+    basis = torch.cat([low.U, fresh], dim=-1)
+    # Rounding piles up over the updates: a Newton step to the nearest orthonormal basis, (3 I - B^T B) / 2, undoes it.
+    excess = basis.mT @ basis - torch.eye(basis.shape[-1], dtype=basis.dtype, device=basis.device)
+    basis = basis @ (rotation - excess @ rotation / 2)
+    updated = LowRank(basis, (values + fill).clamp_min(0), None if low.tail is None else fill)
+    return unscaled(updated if rank is None else updated.truncate(rank), square, name, low.s.dtype)
 
 
-def _complement(U: Tensor, remainder: Tensor, size: Tensor) -> Tensor:
+def _complement(U: Tensor, remainder: Tensor, size: Tensor, name: str) -> Tensor:
     """Orthonormal basis of what the new columns add to span(U): directions above rounding only, orthogonal to U."""
     room = U.shape[0] - U.shape[1]
-    Q: Tensor
-    Q, R = torch.linalg.qr(remainder)
-    left, sigma, _ = torch.linalg.svd(R, full_matrices=False)
+    Q, R = lapack.qr(remainder, name)
+    left, sigma = lapack.left_singular(R, name)
     rounding = 10 * U.shape[0] ** 0.5 * torch.finfo(U.dtype).eps * size
     Q = (Q @ left)[:, : min(int((sigma > rounding).sum()), room)]
     for _ in range(2):  # twice is enough: Q was orthogonal to U only up to rounding / sigma
-        Q, _ = torch.linalg.qr(Q - U @ (U.mT @ Q))
+        Q, _ = lapack.qr(Q - U @ (U.mT @ Q), name)
     return Q
 
 
@@ -57,11 +68,16 @@ def correct(low: LowRank, X: Float[Tensor, "d d"], columns: Tensor, name: str = 
     truncation piled up are removed. Afterwards the approximation need no longer lie below X.
     """
     require_positive(int(columns.numel()), "the number of columns to correct")
-    chosen = low.U[:, columns]
-    C = chosen.mT @ (X @ chosen)
-    values, rotation = symmetric_eigenpairs((C + C.mT) / 2, name)
+    operand = Operand.of(X, 0.0, name)
+    if X.shape != (low.dim, low.dim):
+        raise ValueError(
+            f"{name} has shape {tuple(X.shape)}, but its decomposition is of a {low.dim} x {low.dim} matrix"
+        )
+    chosen = low.U[:, columns].to(X.dtype)
+    values, rotation = lapack.eigenpairs(operand.projection(chosen, operand @ chosen), name)
+    corrected = operand.unscaled(LowRank(chosen @ rotation, values.clamp_min(0)))
     U, s = low.U.clone(), low.s.clone()
-    U[:, columns] = chosen @ rotation
-    s[columns] = values.clamp_min(0)
+    U[:, columns] = corrected.U.to(U.dtype)
+    s[columns] = corrected.s.to(s.dtype)
     order = torch.argsort(s, descending=True)
     return LowRank(U[:, order], s[order], low.tail)

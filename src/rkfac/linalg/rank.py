@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rkfac.linalg.checks import require_positive
 from rkfac.linalg.lowrank import LowRank
+from rkfac.linalg.operand import Operand
 from rkfac.linalg.shapes import Float
 from rkfac.linalg.sketch import nystrom
 
@@ -18,7 +19,8 @@ Sketch = Callable[..., LowRank]
 
 def trace_error(X: Float[Tensor, "*batch d d"], low: LowRank) -> Float[Tensor, "*batch"]:
     """Bound ||X - low||_2 <= tr X - sum(s), free, for Nystrom and exact decompositions (error PSD) with tail "zero"."""
-    return (X.diagonal(dim1=-2, dim2=-1).sum(-1) - low.s.sum(-1)).clamp_min(0)
+    missing = X.diagonal(dim1=-2, dim2=-1).double().sum(-1) - low.s.double().sum(-1)
+    return missing.clamp_min(0).to(X.dtype)
 
 
 def probe_error(
@@ -30,8 +32,10 @@ def probe_error(
     """
     require_positive(probes, "probes")
     w = torch.randn(*X.shape[:-1], probes, dtype=X.dtype, device=X.device, generator=generator)
-    largest = torch.linalg.vector_norm(X @ w - low @ w, dim=-2).amax(-1)
-    return largest.mul(10 * math.sqrt(2 / math.pi))
+    operand = Operand.of(X, 0.0, "the matrix")
+    difference = operand @ w - low.shifted(0.0, operand.scale) @ w
+    largest = torch.linalg.vector_norm(difference, dim=-2).amax(-1)
+    return largest.mul(10 * math.sqrt(2 / math.pi)) / operand.scale
 
 
 def inverse_error(error: float, damping: float) -> float:
@@ -64,19 +68,28 @@ def adaptive(
     tail: str = "zero",
     generator: torch.Generator | None = None,
     name: str = "the matrix",
+    shift: float = 0.0,
 ) -> LowRank:
     """A sketch at the smallest rank that `sufficient_rank` accepts, found by growing it until it does.
 
-    The first attempt has the rank of `start` (or `first_rank`); while its smallest mode still matters the sketch doubles,
-    warm-started from what it has. What is not needed is cut off, so the rank also shrinks from one call to the next.
-    `relative` measures the damping in units of the largest eigenvalue.
+    The first attempt has the rank of `start` (or `first_rank`) and is judged by all its values, the oversampled ones
+    included: while even the last of them still matters the sketch doubles, warm-started from what it has. What is not
+    needed is cut off, but a rank within one twentieth of what is needed is left alone, so that modes at the threshold do
+    not make it swing; where nothing changed one sketch is made. `relative` measures the damping in units of the largest
+    eigenvalue.
     """
+    require_positive(first_rank, "first_rank")
+    if max_rank is not None:
+        require_positive(max_rank, "max_rank")
     ceiling = X.shape[-1] if max_rank is None else min(max_rank, X.shape[-1])
     rank = min(first_rank if start is None else start.shape[-1], ceiling)
+    known = 0 if start is None else rank
     while True:
-        low = method(X, rank, oversampling, power_iterations, start=start, tail=tail, generator=generator, name=name)
+        width = rank + max(oversampling, 1, rank // 20)
+        low = method(X, width, 0, power_iterations, start=start, tail=tail, generator=generator, name=name, shift=shift)
         threshold = damping * float(low.s[0]) if relative else damping
         enough = sufficient_rank(low.s, threshold, share)
-        if enough < low.rank or low.rank >= ceiling:
-            return low.truncate(enough)
-        start, rank = low.U, min(2 * rank, ceiling)
+        if enough < low.rank or rank >= ceiling:
+            margin = max(1, known // 20)
+            return low.truncate(min(known if enough <= known <= enough + margin else enough, ceiling))
+        start, rank = low.U, min(2 * low.rank, ceiling)

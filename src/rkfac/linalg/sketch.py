@@ -11,17 +11,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rkfac.linalg.checks import (
-    DecompositionError,
-    LinAlgError,
-    require_positive,
-    require_square,
-    require_symmetric,
-    require_tail,
-)
-from rkfac.linalg.exact import eigh, symmetric_eigenpairs
+from rkfac.linalg import lapack
+from rkfac.linalg.checks import DecompositionError, require_positive, require_square, require_tail
+from rkfac.linalg.exact import eigh
 from rkfac.linalg.lowrank import LowRank
-from rkfac.linalg.orthonormal import orthonormal
+from rkfac.linalg.operand import Operand
+from rkfac.linalg.orthonormal import column_scale, orthonormal
 from rkfac.linalg.shapes import Float
 
 Extraction = Callable[[Tensor, Tensor, Tensor, int, str], tuple[Tensor, Tensor]]
@@ -37,13 +32,15 @@ def rsvd(
     tail: str = "zero",
     generator: torch.Generator | None = None,
     name: str = "the matrix",
+    shift: float = 0.0,
 ) -> LowRank:
     """Randomized SVD, V side (paper's Algorithm 2): X ~ V diag(sigma) V^T from B = Q^T X = W diag(sigma) V^T.
 
     `power_iterations` is how often the paper's line 4 multiplies by X; every product is re-orthonormalised. V comes from
-    a p x p problem. `start` (an earlier basis) warm-starts the sketch; `generator` makes it reproducible.
+    a p x p problem. `start` (an earlier basis) warm-starts the sketch, of whose columns at least one in twenty stays fresh,
+    for otherwise new directions were never found; `generator` makes it reproducible. `shift` decomposes X + shift I.
     """
-    return _decompose(_right_singular, X, rank, oversampling, power_iterations, start, tail, generator, name)
+    return _decompose(_right_singular, X, rank, oversampling, power_iterations, start, tail, generator, name, shift)
 
 
 def srevd(
@@ -56,9 +53,10 @@ def srevd(
     tail: str = "zero",
     generator: torch.Generator | None = None,
     name: str = "the matrix",
+    shift: float = 0.0,
 ) -> LowRank:
     """Symmetric randomized EVD (paper's Algorithm 3): Rayleigh-Ritz, X ~ Q (Q^T X Q) Q^T; arguments as for `rsvd`."""
-    return _decompose(_rayleigh_ritz, X, rank, oversampling, power_iterations, start, tail, generator, name)
+    return _decompose(_rayleigh_ritz, X, rank, oversampling, power_iterations, start, tail, generator, name, shift)
 
 
 def nystrom(
@@ -71,31 +69,33 @@ def nystrom(
     tail: str = "zero",
     generator: torch.Generator | None = None,
     name: str = "the matrix",
+    shift: float = 0.0,
 ) -> LowRank:
     """Shifted Nystrom: X ~ (XQ)(Q^T X Q)^-1 (XQ)^T, PSD and never above X; arguments as for `rsvd`.
 
     Never less accurate than `rsvd` at the same number of products. With a warm start `power_iterations=0` is enough.
     """
-    return _decompose(_shifted_nystrom, X, rank, oversampling, power_iterations, start, tail, generator, name)
+    return _decompose(_shifted_nystrom, X, rank, oversampling, power_iterations, start, tail, generator, name, shift)
 
 
 def range_basis(
-    X: Tensor, width: int, power_iterations: int, start: Tensor | None, generator: torch.Generator | None
+    operand: Operand, width: int, power_iterations: int, start: Tensor | None, generator: torch.Generator | None
 ) -> Tensor:
     """Orthonormal basis of X^q [start | Gaussian], `width` columns, re-orthonormalised after every product.
 
     Without that, modes below eps^(1/q) of the largest are lost to rounding (0.016 in float32 at q = 4).
     """
+    X, name = operand.X, operand.name
     fresh = width if start is None else width - start.shape[-1]
     # Drawn where the generator lives, so that one seed gives one sketch on every device.
     source = X.device if generator is None else generator.device
     basis = torch.randn(*X.shape[:-1], fresh, dtype=X.dtype, device=source, generator=generator).to(X.device)
     if start is not None:
-        basis = torch.cat([start.to(basis), basis], dim=-1)
+        basis = torch.cat([start.to(basis) * column_scale(start.to(basis), f"the start of {name}"), basis], dim=-1)
     if power_iterations == 0:
-        return orthonormal(basis)[0]
+        return orthonormal(basis, name)[0]
     for _ in range(power_iterations):
-        basis = orthonormal(X @ basis)[0]
+        basis = orthonormal(operand @ basis, name)[0]
     return basis
 
 
@@ -109,6 +109,7 @@ def _decompose(
     tail: str,
     generator: torch.Generator | None,
     name: str,
+    shift: float,
 ) -> LowRank:
     """Range finder, one more product, and the extraction the caller chose."""
     require_square(X, name)
@@ -116,37 +117,31 @@ def _decompose(
     require_positive(oversampling, "oversampling", least=0)
     require_positive(power_iterations, "power_iterations", least=0)
     require_tail(tail)
-    d = X.shape[-1]
     width = rank + oversampling
-    if width >= d:  # the sketch would be the whole space
-        return eigh(X, rank, tail=tail, name=name)
+    if start is not None and start.shape[:-1] != X.shape[:-1]:
+        raise ValueError(f"start has shape {tuple(start.shape)}, but {name} has shape {tuple(X.shape)}")
+    if width >= X.shape[-1]:  # the sketch would be the whole space
+        return eigh(X, rank, tail=tail, name=name, shift=shift)
     if start is not None:
-        if start.shape[:-1] != X.shape[:-1]:
-            raise ValueError(f"start has shape {tuple(start.shape)}, but {name} has shape {tuple(X.shape)}")
-        if oversampling == 0:
-            raise ValueError(
-                "a warm start needs oversampling >= 1: without fresh columns new directions are never found"
-            )
-        start = start[..., : min(rank, start.shape[-1])]
-    Q = range_basis(X, width, power_iterations, start, generator)
-    Z = X @ Q
-    C = Q.mT @ Z
-    require_symmetric(C, name)
-    U, s = extract(Q, Z, (C + C.mT) / 2, rank, name)
-    low = LowRank(U, s)
-    return low.with_trace(X.diagonal(dim1=-2, dim2=-1).sum(-1)) if tail == "trace" else low
+        kept = min(rank, start.shape[-1], width - max(1, width // 20))
+        start = start[..., :kept] if kept else None
+    operand = Operand.of(X, shift, name)
+    Q = range_basis(operand, width, power_iterations, start, generator)
+    Z = operand @ Q
+    low = LowRank(*extract(Q, Z, operand.projection(Q, Z), rank, name))
+    return operand.unscaled(low.with_trace(operand.trace()) if tail == "trace" else low)
 
 
 def _rayleigh_ritz(Q: Tensor, Z: Tensor, C: Tensor, rank: int, name: str) -> tuple[Tensor, Tensor]:
     """Eigenpairs of P X P with P = Q Q^T."""
-    theta, Y = symmetric_eigenpairs(C, name)
+    theta, Y = lapack.eigenpairs(C, name)
     return Q @ Y[..., :rank], theta[..., :rank].clamp_min(0)
 
 
 def _right_singular(Q: Tensor, Z: Tensor, C: Tensor, rank: int, name: str) -> tuple[Tensor, Tensor]:
     """Right singular pairs of B = Z^T, through Z = Q_Z R_Z so that the condition number is not squared."""
-    basis, R = orthonormal(Z)
-    left, sigma = _left_singular(R, name)
+    basis, R = orthonormal(Z, name)
+    left, sigma = lapack.left_singular(R, name)
     return basis @ left[..., :rank], sigma[..., :rank]
 
 
@@ -156,24 +151,12 @@ def _shifted_nystrom(Q: Tensor, Z: Tensor, C: Tensor, rank: int, name: str) -> t
     shift = shift.clamp_min(torch.finfo(Z.dtype).tiny ** 0.5)[..., None, None]
     eye = torch.eye(C.shape[-1], dtype=C.dtype, device=C.device)
     for _ in range(6):
-        L, info = torch.linalg.cholesky_ex(C + shift * eye)
-        if not bool(info.any()):
+        L = lapack.cholesky(C + shift * eye, name)
+        if L is not None:
             break
         shift = 10 * shift
     else:
         raise DecompositionError(f"Nystrom of {name} failed: it is not positive semi-definite beyond rounding")
-    basis, R = orthonormal(Z + shift * Q)
-    left, sigma = _left_singular(torch.linalg.solve_triangular(L.mT, R, upper=True, left=False), name)
+    basis, R = orthonormal(Z + shift * Q, name)
+    left, sigma = lapack.left_singular(lapack.divide_upper(R, L.mT, name), name)
     return basis @ left[..., :rank], (sigma.square() - shift[..., 0]).clamp_min(0)[..., :rank]
-
-
-def _left_singular(R: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """Left singular vectors and singular values of a small p x p matrix, retried in float64."""
-    for matrix in (R, R.double()):
-        try:
-            left, sigma, _ = torch.linalg.svd(matrix, full_matrices=False)
-        except LinAlgError:
-            continue
-        if bool(torch.isfinite(sigma).all()):
-            return left.to(R.dtype), sigma.to(R.dtype)
-    raise DecompositionError(f"the small SVD inside the sketch of {name} failed, also in float64")
