@@ -21,7 +21,7 @@ def graph_task() -> int:
 
 def when_backward_ends(callback: Callable[[], None]) -> None:
     """Run a function at the end of the backward pass that is running (as DistributedDataParallel does)."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def inside_functional_transform() -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 
 import rkfac
-from rkfac.curvature import Categorical, Likelihood
+from rkfac.curvature import Block, Categorical, Likelihood
 
 
 class Mean(nn.Module):
@@ -131,7 +131,10 @@ def rows(module: nn.Module, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
 def factors(
     model: nn.Module, module: nn.Module, x: Tensor, sharing: str, loss: Callable[[Tensor], Tensor] = losses
 ) -> tuple[Tensor, Tensor]:
-    """A = 1/(N S^2) sum a a^T and G = S/N sum g^ g^^T, (groups, d, d) each, in plain loops."""
+    """A = 1/(N S^2) sum a a^T and G = S/N sum g^ g^^T, (groups, d, d) each, in plain loops.
+
+    N is what the loss averages over: what the model's last layer has, its images or its rows.
+    """
     model, module = copy.deepcopy(
         (model, module)
     )  # copies carry no hooks: the optimizer under test sees nothing of this
@@ -143,18 +146,31 @@ def factors(
         if sharing == "reduce" and not isinstance(module, nn.Embedding):
             a, g = a.mean(1, keepdim=True), g.sum(1, keepdim=True)
         positions = a.shape[1]
-        A = A + sum(torch.einsum("gi,gj->gij", a[:, s], a[:, s]) for s in range(positions)) / (len(x) * positions**2)
+        terms = last_rows(model, x) // len(x)  # of one sample's loss
+        A = A + sum(torch.einsum("gi,gj->gij", a[:, s], a[:, s]) for s in range(positions)) * terms / (
+            len(x) * positions**2
+        )
         G = G + sum(torch.einsum("gi,gj->gij", g[:, s], g[:, s]) for s in range(positions)) * positions / len(x)
     assert isinstance(A, Tensor)
     assert isinstance(G, Tensor)
     return A, G
 
 
+def last_rows(model: nn.Module, x: Tensor) -> int:
+    """Images or rows that the last layer with a weight sees."""
+    last = list(weight_layers(model).values())[-1]
+    y = model(x)
+    return len(x) if isinstance(last, nn.Conv1d | nn.Conv2d | nn.Conv3d) else y[..., 0].numel()
+
+
+def block_of(optimizer: rkfac.KFAC, name: str) -> Block:
+    """The block of one layer."""
+    return optimizer._blocks[name]
+
+
 def held(optimizer: rkfac.KFAC, name: str) -> tuple[Tensor, Tensor]:
     """The running factors of a layer, dense, with a leading group dimension."""
-    block = optimizer._blocks[name]
-    A, G = block.input.average.value, block.output.average.value
-    A = torch.diag(A) if block.adapter.diagonal_input() else A
+    A, G = (factor.dense() for factor in block_of(optimizer, name).factors.values())
     return (A[None] if A.ndim == 2 else A), (G[None] if G.ndim == 2 else G)
 
 
@@ -162,7 +178,7 @@ def block_matrix(optimizer: rkfac.KFAC, name: str) -> Tensor:
     """The layer's curvature as a dense matrix over (weight, bias) flattened as torch flattens them."""
     A, G = (t[0] for t in held(optimizer, name))
     F = torch.kron(G, A)
-    if not optimizer._blocks[name].bias:
+    if not block_of(optimizer, name).bias:
         return F
     index = torch.arange(len(F)).reshape(len(G), len(A))
     order = torch.cat([index[:, :-1].flatten(), index[:, -1]])
@@ -209,7 +225,8 @@ def exact_fisher(model: nn.Module, x: Tensor, kind: str, **keywords: Any) -> rkf
     optimizer = kfac(model, fisher="mc", likelihood=Enumerated(kind), **keywords)
     for k in range(_width(model, x)):
         optimizer.param_groups[0]["factor_decay"] = k / (k + 1)  # the plain mean of all turns
-        model(x)
+        optimizer.zero_grad()
+        model(x).sum().backward()  # any loss: it says which forward counts, not what is counted
         optimizer.step()
     return optimizer
 

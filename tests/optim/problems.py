@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -101,14 +102,28 @@ def assert_moved(model: nn.Module, start: dict[str, Tensor]) -> None:
         assert not torch.equal(value, start[name]), f"{name} never moved"
 
 
+def average(state: dict[str, Any]) -> Tensor:
+    """A running factor from its saved state: 2^exponent * value + identity * I, or the diagonal alone."""
+    value = state["value"] * 2.0 ** (0 if math.isinf(state["level"]) else math.ceil(state["level"]))
+    if value.ndim == 1:
+        return value + state["identity"]
+    return value + state["identity"] * torch.eye(value.shape[-1], dtype=value.dtype)
+
+
 def averages(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Copies of all running factors, by layer and side."""
-    found = {}
-    for name, state in optimizer.state_dict()["curvature"]["blocks"].items():
-        for side in ("input", "output", "average"):
-            if side in state:
-                found[f"{name}.{side}"] = state[side]["value"].clone()
-    return found
+    """All running factors that saw a statistic, by layer and side."""
+    return {
+        f"{name}.{side}": average(state)
+        for name, block in optimizer.state_dict()["curvature"]["blocks"].items()
+        for side, state in block["factors"].items()
+        if state["value"] is not None
+    }
+
+
+def updates(optimizer: torch.optim.Optimizer) -> set[int]:
+    """How many statistics the running factors have seen."""
+    blocks = optimizer.state_dict()["curvature"]["blocks"].values()
+    return {factor["updates"] for block in blocks for factor in block["factors"].values()}
 
 
 def assert_same_averages(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import warnings
 from collections.abc import Iterator
@@ -35,8 +36,8 @@ def failing(monkeypatch: pytest.MonkeyPatch, layer: str) -> Iterator[None]:
 
 
 def bases(optimizer: rkfac.KFAC, layer: str) -> dict[str, Any]:
-    state = optimizer.state_dict()["curvature"]["blocks"][layer]
-    return {side: [t.clone() for t in state[side] if t is not None] for side in ("input_basis", "output_basis")}
+    factors = optimizer.state_dict()["curvature"]["blocks"][layer]["factors"]
+    return {side: copy.deepcopy(factor["basis"]) for side, factor in factors.items()}
 
 
 EVERY: dict[str, Any] = {"factor_every": 1, "inverse_every": 1}

@@ -160,8 +160,8 @@ def test_bases_and_statistics_keep_their_periods() -> None:
     batches: list[Batch] = [rows() for _ in range(7)]
     for batch in batches:
         step(model, optimizer, batch)
-        state = optimizer.state_dict()["curvature"]["blocks"]["2"]
-        seen.append((state["output"]["updates"], state["output_basis"][1].clone()))
+        state = optimizer.state_dict()["curvature"]["blocks"]["2"]["factors"]["output"]
+        seen.append((state["updates"], state["basis"]["s"].clone()))
     assert [updates for updates, _ in seen] == [1, 1, 2, 2, 3, 3, 4]
     fresh = [i for i in range(1, 7) if not torch.equal(seen[i][1], seen[i - 1][1])]
     assert fresh == [3, 6]

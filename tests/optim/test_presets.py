@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import rkfac
+from optim.problems import averages
 
 
 @pytest.mark.parametrize("preset", [rkfac.paper_defaults, rkfac.classical_defaults])
@@ -58,7 +59,7 @@ def test_the_classical_recipe_draws_from_the_named_likelihood() -> None:
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-    G = optimizer._blocks[""].output.average.value
+    G = averages(optimizer)[".output"]
     # Drawn bits: the diagonal estimates the mean of p (1 - p), whatever the targets of the loss are.
     assert float(G.diagonal().mean()) == pytest.approx(float((p * (1 - p)).mean()), rel=0.1)
     assert float(optimizer.param_groups[0]["kl_clip"]) == 0.03

@@ -19,7 +19,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from rkfac import compat
 
@@ -27,6 +26,13 @@ BROKEN_GRAPH = (
     "rkfac collects statistics here. Hand the compiled model to the optimizer, RSKFAC(torch.compile(model), ...): it then "
     "runs statistics steps without the graph and leaves all others whole"
 )
+
+
+class Removable(Protocol):
+    """A hook that is in place."""
+
+    def remove(self) -> None:
+        """Take it out."""
 
 
 class Observer(Protocol):
@@ -37,7 +43,10 @@ class Observer(Protocol):
     weight: nn.Parameter
     wanted: bool
 
-    def observe(self, x: Tensor, g: Tensor, one_pass: Any, terms: int | None) -> None:
+    def terms(self, x: Tensor, g: Tensor) -> int:
+        """How many terms a loss has that is reached from the layer's output directly."""
+
+    def observe(self, x: Tensor, g: Tensor, one_pass: Any, terms: int) -> None:
         """Input and output gradient of one call of the layer that counts."""
 
     def explains(self, calls: list[tuple[Tensor, Tensor]], gradient: Tensor) -> bool | None:
@@ -49,22 +58,25 @@ class Observer(Protocol):
 
 @dataclass(eq=False)
 class Pass:
-    """One forward of the model: calls of a layer within it are positions, calls in another are more samples."""
+    """One forward of the model: calls of a layer within it are positions, calls in another are more samples.
+
+    `terms` is what the loss averages over: how many targets were drawn, or, since nobody tells, the samples in the layer
+    that the backward pass reaches first. The order of the model's arguments and of their dimensions has no say in it.
+    """
 
     differentiated: bool = False
-    terms: int | None = None  # how many targets were drawn for it
+    terms: int | None = None
 
 
 @dataclass(eq=False)
 class Call:
-    """One call of a layer: its input, then the gradient at its output, then the gradient that enters the statistics."""
+    """One call of a layer: its input, then the gradient at its output."""
 
     one_pass: Pass
     x: Tensor
     task: int = -1
     gradient: Tensor | None = None
     drawn: Tensor | None = None  # gradient of a sampled target
-    statistic: Tensor | None = None
     backwards: int = 0
 
 
@@ -92,11 +104,11 @@ class Capture:
         self._tasks: set[int] = set()  # backward passes that are under way
         self._warned = False
         self._layers: dict[int, Watched] = {}
-        self._registrations: list[Callable[[], RemovableHandle]] = []
-        self._handles: list[RemovableHandle] = []
+        self._registrations: list[Callable[[], Removable]] = []
+        self._handles: list[Removable] = []
         self.install(partial(model.register_forward_pre_hook, _RootHook(self)))
 
-    def install(self, register: Callable[[], RemovableHandle]) -> None:
+    def install(self, register: Callable[[], Removable]) -> None:
         """Put a hook in place."""
         self._registrations.append(register)
         self._handles.append(register())
@@ -151,12 +163,17 @@ class Capture:
         """Whether no call of a layer came by since the last step."""
         return not self._layers[id(observer)].seen
 
-    def forget(self) -> None:
-        """Drop everything that is under way: the step is over or its gradients are gone."""
-        self._pass = None
+    def drop(self) -> None:
+        """The gradients are gone, and what was counted with them; a forward may be under way."""
         for watched in self._layers.values():
             watched.arrived.clear()
             watched.counted = None
+
+    def forget(self) -> None:
+        """The step is over."""
+        self.drop()
+        self._pass = None
+        for watched in self._layers.values():
             watched.seen = watched.doubled = False
 
     def drop_stale(self, observer: Observer) -> None:
@@ -217,7 +234,8 @@ class Capture:
         self.drop_stale(watched.observer)
         task = compat.graph_task()
         call.task, call.gradient = task, g.detach()
-        call.statistic = self.statistic(call)
+        if call.one_pass.terms is None and g.numel():
+            call.one_pass.terms = watched.observer.terms(call.x, g)
         if task not in self._tasks:
             self._tasks.add(task)
             compat.when_backward_ends(lambda: self._ended(task))
@@ -249,10 +267,11 @@ class Capture:
             if not watched.foreign:
                 for call in calls:
                     call.backwards += 1
-                    if call.statistic is not None:
-                        observer.observe(call.x, call.statistic, call.one_pass, call.one_pass.terms)
+                    statistic = self.statistic(call)
+                    if statistic is not None and call.one_pass.terms is not None:
+                        observer.observe(call.x, statistic, call.one_pass, call.one_pass.terms)
         for call in calls:
-            call.gradient = call.statistic = None
+            call.gradient = call.drawn = None
         watched.counted = (gradient, gradient._version)
 
     def _verify(self, watched: Watched, calls: list[Call], gradient: Tensor) -> None:
@@ -304,7 +323,7 @@ class _Inert:
         return None
 
 
-class NotScriptable(AttributeError):
+class NotScriptableError(AttributeError):
     """torch.jit.script compiles a model's hooks, and these are not for it."""
 
 
@@ -320,7 +339,7 @@ class Hook:
     @property
     def __name__(self) -> str:
         """Asked for by torch.jit.script alone."""
-        raise NotScriptable(
+        raise NotScriptableError(
             "a model cannot be scripted while an rkfac optimizer watches it: script it inside "
             "`with optimizer.unhooked():`, or after optimizer.close()"
         )

@@ -166,12 +166,11 @@ class SampledCapture(Capture):
 
     def statistic(self, call: Call) -> Tensor | None:
         """The drawn gradient."""
-        drawn, call.drawn = call.drawn, None
         current = call.one_pass
-        if isinstance(current, SampledPass) and not current.drawn and compat.graph_task() != -1 and current.calls:
+        if isinstance(current, SampledPass) and not current.drawn and current.calls:
             what = f"but it returned {current.unread}" if current.unread else "but the loss does not come from there"
             self.refuse(TypeError(f"fisher='mc' reads the model's output as logits, {what}: {ADVICE}"))
-        return drawn
+        return call.drawn
 
 
 def read_logits(output: Any) -> Tensor | None:

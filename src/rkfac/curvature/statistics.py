@@ -132,48 +132,30 @@ def add_gram(matrix: Tensor, rows: Tensor, keep: float, take: float) -> None:
 
 
 @dataclass(eq=False)
-class Counted:
-    """How many samples a pass held: for certain (drawn targets), or as the layer's own inputs say."""
-
-    terms: int | None = None
-    samples: int | None = None
-
-
-@dataclass(eq=False)
 class Statistics:
     """The moments of one layer since the last step (inputs first, gradients last) and what they stand for."""
 
     moments: tuple[Moment, ...]
     rows: int = 0
     tokens: int = 0
-    _passes: dict[Any, Counted] = field(default_factory=dict)
+    _terms: dict[Any, int] = field(default_factory=dict)  # of the loss, by pass
 
     @property
     def empty(self) -> bool:
         """Whether no row came in."""
         return self.rows == 0
 
-    def count(self, one_pass: Any, rows: int, tokens: int, samples: int | None, terms: int | None) -> None:
+    def count(self, one_pass: Any, terms: int, rows: int, tokens: int) -> None:
         """One more call of the layer: calls within a pass are positions, calls in another are more samples."""
-        seen = self._passes.setdefault(one_pass, Counted(terms))
-        if samples is not None:
-            seen.samples = max(samples, seen.samples or 0)
+        self._terms[one_pass] = terms
         self.rows += rows
         self.tokens += tokens
 
     def samples(self, loss_average: str) -> int:
-        """N: how many terms the loss averages over.
-
-        The number of drawn targets is certain. Without it, layers with a batch dimension of their own (convolutions,
-        batch norms) have counted it; for the others every row is a sample, whatever the order of dimensions.
-        """
-        terms = [p.terms for p in self._passes.values()]
-        if all(t is not None for t in terms):
-            return sum(t for t in terms if t is not None)
+        """N: how many terms the loss averages over."""
         if loss_average == "tokens":
             return self.tokens  # not rows: those of norms and of weight_sharing="reduce" are whole samples
-        counted = [p.samples for p in self._passes.values()]
-        return sum(c for c in counted if c is not None) if all(c is not None for c in counted) else self.rows
+        return sum(self._terms.values())
 
     def settle(self, numbers: list[float], loss_average: str, sampled: bool, loss_scale: float, summed: bool) -> bool:
         """Read the peaks and set all scales; False when something is not finite.

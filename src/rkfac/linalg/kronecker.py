@@ -62,15 +62,11 @@ class Multipliers:
         return float((1 / self.both.amin((-2, -1))).max())
 
 
-def factored(
-    G: LowRank, A: LowRank | Diagonal, damping_G: float | Tensor, damping_A: float | Tensor
-) -> Multipliers:
+def factored(G: LowRank, A: LowRank | Diagonal, damping_G: float | Tensor, damping_A: float | Tensor) -> Multipliers:
     """(G + l_G I)^-1 J (A + l_A I)^-1: the paper's rule (Algorithms 1 and 4)."""
     g, g_rest = _reciprocals(G, damping_G)
     a, a_rest = _reciprocals(A, damping_A)
-    return _normalised(
-        g[..., :, None] * a[..., None, :], g * a_rest[..., None], a * g_rest[..., None], g_rest * a_rest
-    )
+    return _normalised(g[..., :, None] * a[..., None, :], g * a_rest[..., None], a * g_rest[..., None], g_rest * a_rest)
 
 
 def product(G: LowRank, A: LowRank | Diagonal, damping: float | Tensor) -> Multipliers:

@@ -69,6 +69,7 @@ def adaptive(
     generator: torch.Generator | None = None,
     name: str = "the matrix",
     shift: float = 0.0,
+    offset: float = 0.0,
 ) -> LowRank:
     """A sketch at the smallest rank that `sufficient_rank` accepts, found by growing it until it does.
 
@@ -76,7 +77,7 @@ def adaptive(
     included: while even the last of them still matters the sketch doubles, warm-started from what it has. What is not
     needed is cut off, but a rank within one twentieth of what is needed is left alone, so that modes at the threshold do
     not make it swing; where nothing changed one sketch is made. `relative` measures the damping in units of the largest
-    eigenvalue.
+    eigenvalue. `offset` is a multiple of the identity that stands beside the decomposed matrix and damps as well.
     """
     require_positive(first_rank, "first_rank")
     if max_rank is not None:
@@ -87,7 +88,7 @@ def adaptive(
     while True:
         width = rank + max(oversampling, 1, rank // 20)
         low = method(X, width, 0, power_iterations, start=start, tail=tail, generator=generator, name=name, shift=shift)
-        threshold = damping * float(low.s[0]) if relative else damping
+        threshold = offset + (damping * (float(low.s[0]) + offset) if relative else damping)
         enough = sufficient_rank(low.s, threshold, share)
         if enough < low.rank or rank >= ceiling:
             margin = max(1, known // 20)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -34,7 +35,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
 
     # Which block serves which kind of layer: what makes an optimizer of another mathematics.
-    block_types: ClassVar[Mapping[type[Adapter], Callable[..., Block]]] = {
+    block_types: ClassVar[Mapping[type, Callable[..., Block]]] = {
         KroneckerAdapter: KroneckerBlock,
         UnitAdapter: UnitBlock,
     }
@@ -139,12 +140,11 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         """As in torch; statistics that came with the dropped gradients are dropped too."""
         super().zero_grad(set_to_none)
         if self._capture is not None:
+            self._capture.drop()
             self._discard()
             self._plan()  # schedulers may have changed the periods since the step
 
     def _discard(self) -> None:
-        assert self._capture is not None
-        self._capture.forget()
         for block in self._blocks.values():
             block.discard()
 
@@ -163,6 +163,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         self._capture.check()
         scaled = loss_scale(self, self._all_parameters(), self._grad_scaler, self._settings.sampled)
         if scaled is None:
+            self._capture.forget()
             self._discard()
             return loss
         with full_precision(p.device for p in self._all_parameters()):
@@ -174,6 +175,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         if watch is not None and closure is not None:
             self._adapt(watch, loss, closure)
         self._step += 1
+        self._capture.forget()
         self._discard()
         self._plan()
         return loss
@@ -232,7 +234,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         readings = [block.pending.readings() for block in waiting]
         device = readings[0][0].device
         extra = [*([] if scale is None else [scale.double().reshape(())]), *self._gate.readings()]
-        numbers = torch.stack([t.to(device) for t in (*extra, *sum(readings, []))]).tolist()
+        numbers = torch.stack([t.to(device) for t in (*extra, *chain.from_iterable(readings))]).tolist()
         factor = 1.0 if scale is None else numbers.pop(0)
         held = len(self._gate.readings())
         self._gate.settle(numbers[:held])

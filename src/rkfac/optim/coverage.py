@@ -70,7 +70,9 @@ def cover(
             continue
         adapter = adapter_for(module)
         if id(module) in silent:
-            reason = "nn.MultiheadAttention uses its weights without calling it; build attention from nn.Linear to cover it"
+            reason = (
+                "nn.MultiheadAttention uses its weights without calling it; build attention from nn.Linear to cover it"
+            )
         elif isinstance(adapter, Uncovered):
             reason = choice.refusal(name, module) or adapter.reason
         else:
@@ -102,7 +104,9 @@ def _unfit(
         if not adapter.diagonal_input():
             widest = max(widest, adapter.input_shape(module, adapter.has_bias(module))[-1])
         if widest > max_factor_dim:
-            return f"a factor would be {widest} x {widest} ({4e-9 * widest**2:.1f} GB); raise max_factor_dim to allow it"
+            return (
+                f"a factor would be {widest} x {widest} ({4e-9 * widest**2:.1f} GB); raise max_factor_dim to allow it"
+            )
     return ""
 
 
@@ -146,7 +150,9 @@ def refuse_sharded(model: nn.Module) -> None:
         if type(parameter.data).__name__ == "DTensor" or type(parameter).__name__ == "FlatParameter":
             raise ValueError(f"parameter {name!r} is sharded (FSDP / DTensor), which is not supported")
     if any(isinstance(module, nn.DataParallel) for module in model.modules()):
-        raise ValueError("nn.DataParallel is not supported: it runs copies of the layers; pass model.module on one device")
+        raise ValueError(
+            "nn.DataParallel is not supported: it runs copies of the layers; pass model.module on one device"
+        )
 
 
 def refuse_processes() -> None:

@@ -72,9 +72,7 @@ def _preconditioned(block: Block, group: Group, group_of: Mapping[int, Group], g
         direction = direction.masked(torch.as_tensor(passed, device=block.weight.device))
         clip = None if clip is None else clip.nan_to_num(nan=0.0)
     block.clip = clip
-    targets = [
-        (p, group_of[id(p)]) if p.grad is not None and id(p) in group_of else None for p in block.parameters
-    ]
+    targets = [(p, group_of[id(p)]) if p.grad is not None and id(p) in group_of else None for p in block.parameters]
     return Preconditioned(direction, 1.0 if clip is None else clip, targets)
 
 
@@ -84,7 +82,7 @@ def _held_together(made: Sequence[tuple[Block, Preconditioned]], bound: float | 
         return [move for _, move in made]
     device = made[0][0].weight.device
     terms = []
-    for block, move in made:
+    for _, move in made:
         lr = next((target[1]["lr"] for target in move.targets if target is not None), 0.0)
         terms.append((lr**2 * move.direction.inner * move.factor).to(device))
     whole = update.kl_clip(terms, bound)

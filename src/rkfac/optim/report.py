@@ -53,7 +53,9 @@ def covered_layer(block: Block, group: Group) -> LayerReport:
     elif not block.observed:
         reason = "no statistics yet: no backward pass has reached its weight through a call of it"
         if block.missed:
-            reason = "no statistics yet: gradients came, but no call of it was seen (compiled before, or another object)"
+            reason = (
+                "no statistics yet: gradients came, but no call of it was seen (compiled before, or another object)"
+            )
     elif not block.ready:
         reason = "no decomposition has succeeded yet: it trains by the fallback rule meanwhile"
     own = own_parameters(block.module).values() if not covered else block.parameters

@@ -10,7 +10,17 @@ import torch
 
 import rkfac
 from optim.enrolled import OPTIMIZERS
-from optim.problems import assert_same_averages, assert_same_parameters, mlp, reader, rows, sentences, train, twin
+from optim.problems import (
+    assert_same_averages,
+    assert_same_parameters,
+    mlp,
+    reader,
+    rows,
+    sentences,
+    train,
+    twin,
+    updates,
+)
 
 Build = Callable[..., rkfac.KFAC]
 EVERY: dict[str, Any] = {"factor_every": 2, "inverse_every": 3}
@@ -78,8 +88,7 @@ def test_a_graph_first_traced_on_a_step_without_statistics(make: Any, draw: Any,
         warnings.simplefilter("ignore")
         train(running, resumed, batches)
     train(model, optimizer, batches)
-    blocks = resumed.state_dict()["curvature"]["blocks"].values()
-    assert {b["output"]["updates"] for b in blocks if "output" in b} == {3}
+    assert updates(resumed) == {3}
     assert_same_averages(resumed, optimizer)
     assert_same_parameters(running, model)
 

@@ -138,15 +138,19 @@ class Block(ABC):
             difference = float(torch.linalg.vector_norm((found - gradient).double()) / size)
         return difference < 0.3 if math.isfinite(difference) else None
 
-    def observe(self, x: Tensor, g: Tensor, one_pass: Any, terms: int | None) -> None:
-        """Collect the statistics of one call of the layer; `terms` is how many targets were drawn for the pass."""
+    def terms(self, x: Tensor, g: Tensor) -> int:
+        """How many terms a loss has that is reached from this layer's output directly: samples, or rows."""
+        samples = self._adapter.samples(self.module, x)
+        return g.numel() // self.width if samples is None else samples
+
+    def observe(self, x: Tensor, g: Tensor, one_pass: Any, terms: int) -> None:
+        """Collect the statistics of one call of the layer; `terms` is what the loss of the pass averages over."""
         if g.numel() == 0:
             return  # an expert no token was sent to
         with self.timed("statistics"), torch.no_grad():
             if self._adapter.has_bias(self.module) != self.bias:
                 self.reset()  # a bias was frozen or unfrozen: the curvature has another shape now
-            samples = self._adapter.samples(self.module, x)
-            self.pending.count(one_pass, self.collect(x, g), g.numel() // self.width, samples, terms)
+            self.pending.count(one_pass, terms, self.collect(x, g), g.numel() // self.width)
 
     @abstractmethod
     def collect(self, x: Tensor, g: Tensor) -> int:

@@ -74,7 +74,8 @@ class Factor(ABC, Generic[Low]):
         keep, share = past / self._weight, (1 - decay) / self._weight
         before = self._exponent
         self._level = max(
-            self._level + math.log2(keep) if keep else -math.inf, moment.level + math.log2(share) if share else -math.inf
+            self._level + math.log2(keep) if keep else -math.inf,
+            moment.level + math.log2(share) if share else -math.inf,
         )
         moment.blend_into(self._value, keep * 2.0 ** (before - self._exponent), share, self._exponent)
         self._identity *= keep
@@ -186,10 +187,18 @@ class Factor(ABC, Generic[Low]):
                 raise ValueError(f"the saved factor has shape {shape}, this model needs {tuple(like.shape)}")
             value = _finite(value).to(like, copy=True)
         numbers = {key: float(state[key]) for key in ("level", "weight", "identity")}
-        if any(math.isnan(n) or n == math.inf for n in numbers.values()) or min(numbers["weight"], numbers["identity"]) < 0:
+        if (
+            any(math.isnan(n) or n == math.inf for n in numbers.values())
+            or min(numbers["weight"], numbers["identity"]) < 0
+        ):
             raise ValueError(f"the saved factor holds senseless numbers: {numbers}")
         updates = state["updates"]
-        if isinstance(updates, bool) or not isinstance(updates, int) or updates < 0 or (updates > 0) != (value is not None):
+        if (
+            isinstance(updates, bool)
+            or not isinstance(updates, int)
+            or updates < 0
+            or (updates > 0) != (value is not None)
+        ):
             raise ValueError(f"the saved factor counts {updates!r} updates")
         refreshed = None if state["basis"] is None else self._unpacked(state["basis"])
         self._value, self.updates, self._refreshed = value, updates, refreshed

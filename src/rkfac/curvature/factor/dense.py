@@ -85,4 +85,3 @@ class DenseFactor(Factor[LowRank]):
         low = LowRank(U, restored(tensors["s"], (*groups, rank), like, wide), tail)
         mean, captured = restored(tensors["mean"], groups, like, wide), restored(tensors["captured"], (), like, wide)
         return Refreshed(low, mean, captured)
-
