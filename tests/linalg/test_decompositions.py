@@ -336,9 +336,9 @@ def test_at_least_one_column_in_twenty_of_a_warm_sketch_is_fresh(monkeypatch: py
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("method", SKETCHES)
-@pytest.mark.parametrize("q", [0, 1, 4])
+@pytest.mark.parametrize("q", [0, 2])
 def test_bases_are_orthonormal_for_any_spectrum_and_any_start(method: str, q: int, dtype: torch.dtype) -> None:
-    d, rank = 150, 12
+    d, rank = 100, 12
     g = torch.Generator().manual_seed(5)
     rows = torch.randn(20, d, dtype=torch.float64, generator=g)
     tolerance = 1e-5 if dtype == torch.float32 else 1e-12

@@ -17,7 +17,7 @@ from rkfac.linalg.checks import (
 )
 from rkfac.linalg.lowrank import LowRank
 from rkfac.linalg.operand import unscaled
-from rkfac.linalg.scaling import unit_scale
+from rkfac.linalg.scaling import magnitude, unit_scale
 from rkfac.linalg.shapes import Float
 
 
@@ -38,7 +38,7 @@ def eigh(
     require_tail(tail)
     if rank is not None:
         require_positive(rank, "rank")
-    peak = torch.linalg.vector_norm(X, float("inf"), dim=(-2, -1))
+    peak = magnitude(X, (-2, -1))[..., 0, 0]
     require_finite(peak, name)
     scale = unit_scale(peak.clamp_min(abs(shift)))
     half = X * (scale / 2)[..., None, None]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rkfac.linalg.checks import DecompositionError, require_finite, require_shift, require_square, require_symmetric
 from rkfac.linalg.lowrank import LowRank
-from rkfac.linalg.scaling import power_near, unit_scale
+from rkfac.linalg.scaling import magnitude, power_near, unit_scale
 from rkfac.linalg.shapes import Float
 
 
@@ -45,15 +45,14 @@ class Operand:
     def _refuse(self) -> NoReturn:
         """Say what is wrong with an X larger than its diagonal allows; only now is a pass over d x d worth it."""
         require_finite(self.X, self.name)
-        peak = torch.linalg.vector_norm(self.X, float("inf"), dim=(-2, -1), keepdim=True)
-        require_symmetric(self.X * unit_scale(peak), self.name)
+        require_symmetric(self.X * unit_scale(magnitude(self.X, (-2, -1))), self.name)
         raise DecompositionError(f"{self.name} is not positive semi-definite: it has entries far beyond its diagonal")
 
     def projection(self, Q: Tensor, Z: Tensor) -> Tensor:
         """Q^T Z, symmetrised, where Z is the product with Q; an X that is not symmetric is refused here."""
         C = Q.mT @ Z
-        peak = C.abs().amax((-2, -1))
-        require_symmetric(C * unit_scale(peak)[..., None, None], self.name)
+        peak = magnitude(C, (-2, -1))
+        require_symmetric(C * unit_scale(peak), self.name)
         if bool((peak > 32 * Q.shape[-2]).any()):  # the trace bounds a PSD matrix, and it is at most 16 d here
             self._refuse()
         return (C + C.mT) / 2

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rkfac.linalg import lapack
 from rkfac.linalg.checks import DecompositionError, require_finite
-from rkfac.linalg.scaling import unit_scale
+from rkfac.linalg.scaling import magnitude, unit_scale
 from rkfac.linalg.shapes import Float
 
 
@@ -29,7 +29,7 @@ def orthonormal(
 
 def column_scale(Y: Tensor, name: str) -> Tensor:
     """Powers of two (..., 1, p) that bring every column of Y near one: exact, and its span is the same."""
-    peak = torch.linalg.vector_norm(Y, float("inf"), dim=-2, keepdim=True)
+    peak = magnitude(Y, (-2,))
     require_finite(peak, name)
     return unit_scale(peak)
 
