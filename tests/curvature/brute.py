@@ -146,7 +146,7 @@ def factors(
         if sharing == "reduce" and not isinstance(module, nn.Embedding):
             a, g = a.mean(1, keepdim=True), g.sum(1, keepdim=True)
         positions = a.shape[1]
-        terms = last_rows(model, x) // len(x)  # of one sample's loss
+        terms = 1 if sharing == "reduce" else last_rows(model, x) // len(x)  # of one sample's loss
         A = A + sum(torch.einsum("gi,gj->gij", a[:, s], a[:, s]) for s in range(positions)) * terms / (
             len(x) * positions**2
         )

@@ -195,7 +195,7 @@ def test_many_draws_approach_the_exact_fisher() -> None:
         torch.stack([torch.autograd.grad(y[1], t, c[None], retain_graph=True)[0][0] for c in columns]) for t in y
     ]
     sampled = kfac(model, fisher="mc", likelihood="categorical", seed=3)
-    model(x.expand(draws, 4))
+    model(x.expand(draws, 4)).sum().backward()
     sampled.step()
     for name, g in zip(("0", "2"), gradients, strict=True):
         products = g[:, :, None] * g[:, None, :]

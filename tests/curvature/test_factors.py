@@ -11,10 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
+import rkfac
 from curvature.brute import (
     Mean,
     Problem,
     Recorded,
+    block_of,
     each_problem,
     factors,
     held,
@@ -23,7 +25,9 @@ from curvature.brute import (
     statistics,
     weight_layers,
 )
-from rkfac.curvature.factor import Average, DiagonalFactor, Factor, Pending, UnitFactor
+from optim.problems import average
+from rkfac.curvature.factor import DenseFactor, DiagonalFactor, Start
+from rkfac.curvature.statistics import Moment
 
 
 @each_problem
@@ -201,6 +205,12 @@ def test_freezing_and_unfreezing_a_bias_keeps_the_scale(module: nn.Module, shape
 # --- norms
 
 
+def units(optimizer: rkfac.KFAC, name: str) -> Tensor:
+    """The small blocks (units, k, k) of a norm."""
+    (factor,) = block_of(optimizer, name).factors.values()
+    return factor.dense()
+
+
 def _spread(t: Tensor, x: Tensor, norm: nn.Module) -> Tensor:
     """A scale or shift (n, *own shape) placed so that it multiplies samples of x."""
     if hasattr(norm, "normalized_shape"):
@@ -240,12 +250,12 @@ def test_unit_blocks_are_means_of_per_sample_outer_products(norm: nn.Module, sha
             p.normal_()
             p.view(-1)[0] = 0
     x = torch.randn(shape, dtype=torch.float64)
-    optimizer = kfac(model)
+    optimizer = kfac(model, weight_sharing="reduce")
     losses(model(x)).mean().backward()
     optimizer.step()
     u = per_sample(norm, x, normalise)
     expected = torch.stack([torch.outer(v, v) for sample in u for v in sample]).unflatten(0, u.shape[:2]).mean(0)
-    torch.testing.assert_close(optimizer._blocks["0"].factor.average.value, expected)
+    torch.testing.assert_close(units(optimizer, "0"), expected)
 
 
 def test_unit_blocks_are_the_full_empirical_fisher_without_its_other_entries() -> None:
@@ -265,7 +275,7 @@ def test_unit_blocks_are_the_full_empirical_fisher_without_its_other_entries() -
     J = torch.cat([found["1.weight"], found["1.bias"]], dim=1)
     full = (J.mT @ J / len(x)).reshape(2, 4, 2, 4)
     for unit in range(4):
-        torch.testing.assert_close(optimizer._blocks["1"].factor.average.value[unit], full[:, unit, :, unit])
+        torch.testing.assert_close(units(optimizer, "1")[unit], full[:, unit, :, unit])
 
 
 # --- token losses
@@ -283,14 +293,14 @@ def test_a_token_average_is_the_fisher_of_one_token(sharing: str) -> None:
     for name, module in layers.items():
         A, G = factors(model, module, x, sharing)  # g^ of a whole sequence's summed loss
         got_A, got_G = held(optimizer, name)
-        # 1/(N T) sum_n vec vec^T: the whole-sequence block divided by the number of tokens in a sequence
-        torch.testing.assert_close(torch.kron(got_A[0], got_G[0]), torch.kron(A[0], G[0]) / 6)
-    reference = kfac(model)
+        # 1/(N T) sum_n vec vec^T: the whole-sequence block divided by the number of tokens in a sequence, where every
+        # token counted as a sample already, by that number once more
+        tokens = 36 if sharing == "expand" else 6
+        torch.testing.assert_close(torch.kron(got_A[0], got_G[0]), torch.kron(A[0], G[0]) / tokens)
+    reference = kfac(model, weight_sharing=sharing)
     losses(model(x)).mean().backward()
     reference.step()
-    torch.testing.assert_close(
-        optimizer._blocks["1"].factor.average.value, reference._blocks["1"].factor.average.value / 6
-    )
+    torch.testing.assert_close(units(optimizer, "1"), units(reference, "1") / tokens)
 
 
 # --- running averages
@@ -304,8 +314,8 @@ def test_the_papers_start_blends_the_identity() -> None:
         for X, X_0 in zip(held(optimizer, name), held(first, name), strict=True):
             torch.testing.assert_close(X, 0.9 * torch.eye(X.shape[-1], dtype=X.dtype) + 0.1 * X_0)
     eye = torch.eye(2, dtype=torch.float64)
-    got = optimizer._blocks["1"].factor.average.value
-    torch.testing.assert_close(got, 0.9 * eye + 0.1 * first._blocks["1"].factor.average.value)
+    got = units(optimizer, "1")
+    torch.testing.assert_close(got, 0.9 * eye + 0.1 * units(first, "1"))
 
 
 def test_an_identity_start_is_the_zero_start_plus_a_decayed_identity() -> None:
@@ -344,51 +354,52 @@ def test_an_unbiased_average_is_the_weighted_mean_also_when_the_decay_changes() 
             torch.testing.assert_close(held(optimizer, "0")[i], mean)
 
 
+def moment_of(rows: Tensor, scale: float, diagonal: bool = False) -> Moment:
+    """As a step would hand it to a factor, from rows that came in pieces."""
+    moment = Moment(diagonal)
+    for part in [rows] if diagonal else rows.split(2, dim=-2):
+        moment.add(part)
+    assert moment.settle([float(t) for t in moment.readings()])
+    moment.scale = scale
+    return moment
+
+
 @pytest.mark.parametrize("identity", [True, False])
-@pytest.mark.parametrize("scaled", [True, False])
-def test_every_kind_of_factor_follows_the_same_average(identity: bool, scaled: bool) -> None:
-    like = torch.empty(0, dtype=torch.float64)
-    dense, diagonal = Factor((4,), identity, like), DiagonalFactor(4, identity, like)
-    batched, units = Factor((2, 4), identity, like), UnitFactor(4, 2, like, identity)
-    expected = Average(
-        torch.eye(4, dtype=torch.float64) if identity else torch.zeros(4, 4, dtype=torch.float64), 1.0 * identity
+@pytest.mark.parametrize("size", [1.0, 1e-18, 1e12], ids=["ordinary", "tiny", "huge"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_every_kind_of_factor_follows_the_same_average(identity: bool, size: float, dtype: torch.dtype) -> None:
+    like, start = torch.empty(0, dtype=dtype), Start(identity)
+    dense, diagonal, batched = (
+        DenseFactor((4,), start, like),
+        DiagonalFactor((4,), start, like),
+        DenseFactor((2, 4), start, like),
     )
-    diagonals = expected.value.diagonal().clone()
-    blocks = (torch.eye(2) if identity else torch.zeros(2, 2)).double().repeat(4, 1, 1)
-    scale = torch.tensor(0.3, dtype=torch.float64) if scaled else 0.3
+    weight, X, D = 1.0 * identity, torch.eye(4).double() * identity, torch.ones(4).double() * identity
     for step, decay in enumerate((0.9, 0.5, 0.8)):
-        rows = torch.randn(3 + 3 * step, 4, dtype=torch.float64)  # fewer rows than columns, then more
-        one, two = Pending(), Pending()
-        for part in rows.split(2):
-            one.add(part, part)
-            two.add(torch.stack([part, 2 * part]), part)
-        keep, take = expected.blend(decay)
-        moment = rows.mT @ rows
-        expected.value = keep * expected.value + take * 0.3 * moment
-        dense.update(one, decay, scale)
-        batched.update(two, decay, scale)
-        torch.testing.assert_close(dense.average.value, expected.value)
-        torch.testing.assert_close(batched.average.value[0], expected.value)
-        diagonals = keep * diagonals + take * 0.3 * moment.diagonal()
-        diagonal.update(moment.diagonal(), decay, scale)
-        torch.testing.assert_close(diagonal.average.value, diagonals)
-        small = torch.randn(4, 2, 2, dtype=torch.float64)
-        blocks = keep * blocks + take * 0.3 * small
-        units.update(small, decay, scale)
-        torch.testing.assert_close(units.average.value, blocks)
+        rows = torch.randn(3 + 3 * step, 4, dtype=torch.float64) * size  # fewer rows than columns, then more
+        keep, take = decay * weight / (decay * weight + 1 - decay), (1 - decay) / (decay * weight + 1 - decay)
+        weight = decay * weight + 1 - decay
+        moment = rows.to(dtype).double().mT @ rows.to(dtype).double()
+        X, D = keep * X + take * 0.3 * moment, keep * D + take * 0.3 * rows[0].abs().to(dtype).double()
+        dense.take(moment_of(rows.to(dtype), 0.3), decay)
+        batched.take(moment_of(torch.stack([rows, 2 * rows]).to(dtype), 0.3), decay)
+        diagonal.take(moment_of(rows[0].abs().to(dtype), 0.3, diagonal=True), decay)
+        relative = 1e-5 if dtype == torch.float32 else 1e-12
+        for got, expected in ((dense.dense(), X), (batched.dense()[0], X), (diagonal.dense().diagonal(), D)):
+            assert torch.linalg.norm(got - expected) <= relative * torch.linalg.norm(expected)
 
 
 def test_pending_statistics_say_whether_they_are_finite() -> None:
     for n in (2, 9):  # kept as rows, summed up
         for bad in (float("nan"), float("inf")):
-            pending = Pending()
+            moment = Moment()
             rows = torch.ones(n, 4)
-            pending.add(rows, rows)
-            assert torch.isfinite(pending.size())
+            moment.add(rows)
+            assert moment.settle([float(t) for t in moment.readings()])
             rows = rows.clone()
             rows[-1, 2] = bad
-            pending.add(rows, rows)
-            assert not torch.isfinite(pending.size())
+            moment.add(rows)
+            assert not moment.settle([float(t) for t in moment.readings()])
 
 
 def test_pooled_positions_reduce_to_their_mean() -> None:
@@ -426,12 +437,12 @@ def test_a_call_without_samples_leaves_no_trace(module: nn.Module, shape: tuple[
         for batch in batches:
             (model(batch).pow(3).sum() / 5).backward()
         optimizer.step()
-        return copy.deepcopy(optimizer.state_dict()["curvature"]["blocks"]["0"])
+        return copy.deepcopy(optimizer.state_dict()["curvature"]["blocks"]["0"]["factors"])
 
     first, empty, both = state([x]), state([x[:0]]), state([x, x[:0]])
-    for key in {"input", "output", "average"} & first.keys():
-        torch.testing.assert_close(empty[key]["value"], first[key]["value"])
-        torch.testing.assert_close(both[key]["value"], first[key]["value"])
+    for key in first:
+        torch.testing.assert_close(average(empty[key]), average(first[key]))
+        torch.testing.assert_close(average(both[key]), average(first[key]))
         assert [one[key]["updates"] for one in (first, empty, both)] == [1, 1, 2]
 
 

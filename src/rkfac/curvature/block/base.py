@@ -141,6 +141,8 @@ class Block(ABC):
     def terms(self, x: Tensor, g: Tensor) -> int:
         """How many terms a loss has that is reached from this layer's output directly: samples, or rows."""
         samples = self._adapter.samples(self.module, x)
+        if samples is None and self.settings.weight_sharing == "reduce":
+            samples = g.shape[0] if g.ndim > 1 else 1
         return g.numel() // self.width if samples is None else samples
 
     def observe(self, x: Tensor, g: Tensor, one_pass: Any, terms: int) -> None:
