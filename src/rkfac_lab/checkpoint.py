@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import zipfile
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import IO, Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -44,7 +44,34 @@ class State(TypedDict):
 
 def save(path: Path, state: dict[str, Any]) -> None:
     """Replace the checkpoint at once."""
-    disk.write_atomically(path, lambda file: torch.save(state, file))
+    disk.write_atomically(path, lambda file: _write(state, _Remembering(file)))
+
+
+class _Remembering:
+    """A file that remembers what the disk said, since torch.save only says that something did."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file = file
+        self.trouble: OSError | None = None
+
+    def write(self, content: bytes) -> int:
+        try:
+            return self.file.write(content)
+        except OSError as error:
+            self.trouble = error
+            raise
+
+    def flush(self) -> None:
+        self.file.flush()
+
+
+def _write(state: dict[str, Any], file: _Remembering) -> None:
+    try:
+        torch.save(state, file)  # type: ignore[arg-type]
+    except RuntimeError:
+        if file.trouble is None:
+            raise
+        raise file.trouble from None
 
 
 def load(path: Path) -> dict[str, Any] | None:

@@ -123,7 +123,7 @@ def append(path: Path, text: str) -> None:
             file.write(text.encode("utf-8"))
             file.flush()
             os.fsync(file.fileno())
-        except OSError:
+        except BaseException:  # Ctrl-C too
             with contextlib.suppress(OSError):
                 os.truncate(path, before)
             raise

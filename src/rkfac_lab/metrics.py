@@ -75,16 +75,19 @@ class Summary(TypedDict):
     final: dict[str, Any]
 
 
-class Environment(TypedDict, total=False):
+class _Dated(TypedDict):
+    versions: dict[str, str]
+    date: str
+
+
+class Environment(_Dated, total=False):
     """Where, when and with what a run was made."""
 
-    versions: dict[str, str]
     processor: str
     machine: str
     device: str
     cpus: int | None
     threads: int
-    date: str
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -108,6 +111,14 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
             raise disk.damaged(path, f"line {number}: {error}".rstrip("."), REMEDY) from error
         lines.append(line)
     return lines
+
+
+def ends_whole(path: Path) -> bool:
+    """Whether the last line was written to its end."""
+    try:
+        return disk.read(path)[-1:] in (b"", b"\n")
+    except FileNotFoundError:
+        return True
 
 
 def read_summary(path: Path) -> dict[str, Any]:

@@ -57,12 +57,14 @@ def load_run(path: Path | str) -> Run:
 
 def _require_whole(run: Run) -> None:
     """A run that has ended wrote its last line before its summary: without that line the metrics were cut."""
-    if run.summary.get("status", "running") == "running" or not run.summary["final"]:
+    if run.summary.get("status", "running") == "running":
         return
-    wanted, have = run.summary["final"]["step"], [line["step"] for line in run.epochs]
-    if wanted not in have:
-        why = f"it has no line of step {wanted}, which {SUMMARY} names as the last"
-        raise disk.damaged(run.path / METRICS, why, metrics.REMEDY)
+    path, final = run.path / METRICS, run.summary["final"]
+    if final and final["step"] not in [line["step"] for line in run.epochs]:
+        why = f"it has no line of step {final['step']}, which {SUMMARY} names as the last"
+        raise disk.damaged(path, why, metrics.REMEDY)
+    if not metrics.ends_whole(path):
+        raise disk.damaged(path, "its last line is cut, though the run had ended", metrics.REMEDY)
 
 
 class RunFolder:

@@ -21,6 +21,7 @@ from typing import Any
 
 from rkfac_lab import disk, plots, record, table_text, tables
 from rkfac_lab.errors import LabError
+from rkfac_lab.metrics import ends_whole
 from rkfac_lab.record import Run
 
 SCRIPTS = ("dom.js", "chart.js", "cursor.js", "page.js", "layers.js")
@@ -164,8 +165,7 @@ def _remarks(run: Run) -> list[str]:
     status = run.summary.get("status", "unknown")
     if status != "finished":
         said.append(f"{'unfinished' if status == 'running' else status} after {len(run.epochs)} recorded epochs.")
-    metrics = run.path / record.METRICS
-    if metrics.is_file() and not metrics.read_bytes().endswith(b"\n"):
+    if not ends_whole(run.path / record.METRICS):
         said.append(f"the last line of {record.METRICS} was cut off while it was written and is left out.")
     return said
 

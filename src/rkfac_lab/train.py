@@ -53,7 +53,7 @@ def _has_ended(target: RunFolder, config: RunConfig, resume: bool) -> bool:
         return False
     before = identity.recorded(target)
     identity.require_same_run(target, before, config, resume)
-    status = target.summary().get("status")
+    status = record.load_run(target.path).summary.get("status")
     return status == "diverged" or (status == "finished" and not identity.limits_grew(before, config))
 
 

@@ -60,6 +60,10 @@ def make_run(
         "seed": seed,
         "status": status,
         "epochs": len(epochs),
+        "steps": epochs[-1]["step"],
+        "train_seconds": sum(seconds),
         "targets": judged,
+        "best": {},
+        "final": epochs[-1],
     }
     return Run(path=Path(f"{label}-{seed}"), config={}, environment={}, epochs=epochs, layers=[], summary=summary)

@@ -253,7 +253,7 @@ def test_tuning_tries_the_same_rates_with_its_own_seed_and_the_comparison_uses_t
     for trial in written["trials"]:
         run = record.load_run(tmp_path / "tuning" / f"{trial['contender']}-lr{trial['lr']:g}")
         assert (run.config["seed"], run.config["epochs"]) == (tuning.SEED, 1)
-        assert run.epochs[-1]["test_accuracy"] == trial["value"]
+        assert run.epochs[-1]["validation_accuracy"] == trial["value"]
     assert written["chosen"]["sgd"] == 0.2  # a hundred-thousandth cannot learn anything in one epoch
     for name, lr in written["chosen"].items():
         config = record.load_run(tmp_path / "runs" / f"{name}-seed0").config

@@ -6,6 +6,8 @@ import gzip
 import os
 import pickle
 import struct
+import tracemalloc
+import zlib
 
 import numpy as np
 import pytest
@@ -72,13 +74,13 @@ GOOD = idx_bytes(LABELS)
 DAMAGE = {
     "truncated gzip": ("a.gz", gzip.compress(idx_bytes(IMAGES))[:-30], "gzip stream"),
     "not gzip": ("a.gz", GOOD, "gzip stream"),
-    "broken deflate": ("a.gz", gzip.compress(idx_bytes(IMAGES))[:20] + b"\xff" * 400, "gzip stream"),
+    "broken deflate": ("a.gz", gzip.compress(idx_bytes(IMAGES))[:60] + b"\xff" * 400, "gzip stream"),
     "bad magic": ("a", b"\1" + GOOD[1:], "does not begin"),
     "empty": ("a", b"", "does not begin"),
     "floats": ("a", idx_bytes(LABELS, kind=13), "element type 0x0d"),
     "header cut": ("a", GOOD[:6], "header is cut"),
     "too short": ("a", GOOD[:-1], "4 bytes of data instead of 5"),
-    "too long": ("a", GOOD + b"\0", "6 bytes of data instead of 5"),
+    "too long": ("a", GOOD + b"\0", "more than 5 bytes of data"),
 }
 
 
@@ -89,6 +91,30 @@ def test_damaged_idx_is_refused_in_one_sentence(tmp_path, name, content, reason)
         idx.read_idx(tmp_path / name)
     assert "rkfac data get" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("announced", [5, 2**31], ids=["a small file", "an enormous file"])
+def test_a_gzip_bomb_is_not_unpacked(tmp_path, announced):
+    """200 million zeros in 200 kB: no more of them are unpacked than the header announces, nor more than is sensible."""
+    header = struct.pack(">BBBBI", 0, 0, 8, 1, announced)
+    packer = zlib.compressobj(1, wbits=31)
+    packed = packer.compress(header) + b"".join(packer.compress(bytes(10**6)) for _ in range(200)) + packer.flush()
+    (tmp_path / "bomb.gz").write_bytes(packed)
+    tracemalloc.start()
+    try:
+        with pytest.raises(LabError, match=r"bomb\.gz is damaged"):
+            idx.read_idx(tmp_path / "bomb.gz")
+        assert tracemalloc.get_traced_memory()[1] < 20e6
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("array", [np.zeros((0, 28, 28)), np.zeros((5, 3, 3)), np.zeros((5, 28, 29))])
+def test_images_that_no_model_could_take_are_refused(tmp_path, array):
+    write_fashion(tmp_path / "d", zipped=False)
+    (tmp_path / "d" / "train-images-idx3-ubyte").write_bytes(idx_bytes(array))
+    with pytest.raises(LabError, match="train-images-idx3-ubyte is damaged"):
+        idx.fashion_mnist(Sources(str(tmp_path / "d")))
 
 
 def test_labels_that_do_not_fit_the_images(tmp_path):
@@ -175,6 +201,9 @@ BROKEN_PICKLES = {
     "impossible label": python_batch(PIXELS[0], [1, 2, 10]),
     "text as labels": python_batch(PIXELS[0], ["a", "b", "c"]),
     "empty": b"",
+    "no image": pickle.dumps({b"data": PIXELS[0][:0], b"labels": []}, protocol=4),
+    "half a label": python_batch(PIXELS[0], [1, 2, 3.5]),
+    "nested without end": b"(" * 100_000 + b".",
 }
 
 

@@ -103,6 +103,8 @@ def _checked(path: Path, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor
         raise damaged(path, "it holds no image", NAME)
     if not 0 <= int(labels.min()) <= int(labels.max()) <= 9:
         raise damaged(path, f"labels {int(labels.min())}..{int(labels.max())} where 0..9 are possible", NAME)
+    if int(images.min()) == int(images.max()):
+        raise damaged(path, "all its pixels are the same", NAME)
     return images, labels
 
 
