@@ -31,6 +31,7 @@ WRITTEN = ("table.md", "table.csv", "table.json", "curves.png", "curves.svg", "r
 
 def choose_folder(out: Path | None, workload: str, resume: bool) -> Path:
     """Where the comparison goes: `out`, or a new dated folder in runs/ (with `resume`: the latest one)."""
+    find(workload)  # its name becomes a part of the folder's
     if out is None:
         earlier = sorted(RUNS.glob(f"compare-{workload}-[0-9]*"))
         if resume and not earlier:

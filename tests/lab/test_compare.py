@@ -202,6 +202,9 @@ def test_folders_of_comparisons(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(LabError, match="no comparison of digits-mlp"):
         compare.choose_folder(None, "digits-mlp", resume=True)
+    for name in ("../../elsewhere", "**"):
+        with pytest.raises(LabError, match="no workload"):
+            compare.choose_folder(None, name, resume=True)
     fresh = compare.choose_folder(None, "digits-mlp", resume=False)
     for name in ("compare-digits-mlp-20200101-000000", "compare-digits-mlp-20210101-000000"):
         (tmp_path / "runs" / name / "runs" / "sgd-seed0").mkdir(parents=True)
@@ -307,6 +310,6 @@ def test_display_says_each_ended_run_in_one_line():
     display.failed("no [memory]")
     display.stop()
     assert display.console.file.getvalue().splitlines() == [
-        "[1/2] sgd, seed 0: finished, test accuracy 91.25% after 0.00 s of training",
+        "[1/2] sgd, seed 0: finished, test accuracy 91.25% after 2.00 s of training",
         "[2/2] sgd, seed 1: failed: no [memory]",
     ]
