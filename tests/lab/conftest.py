@@ -1,6 +1,8 @@
-"""A problem so small that a whole run takes milliseconds."""
+"""A problem so small that a whole run takes milliseconds, and the command with what it says."""
 
 from __future__ import annotations
+
+import sys
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from rkfac_lab import workloads
+from rkfac_lab.cli import main
 
 
 @pytest.fixture
@@ -35,3 +38,16 @@ def tiny(monkeypatch):
     )
     monkeypatch.setitem(workloads.WORKLOADS, problem.name, problem)
     return problem.name
+
+
+@pytest.fixture
+def rkfac(monkeypatch, capsys):
+    """The command: its exit code and the lines it says."""
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["rkfac", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return ended.value.code or 0, capsys.readouterr().err.splitlines()
+
+    return call

@@ -1,4 +1,4 @@
-"""Every file the laboratory reads, damaged in every way: one sentence that names it, never a traceback, never silence."""
+"""Every file of a run folder, damaged in every way: one sentence that names it, never a traceback, never silence."""
 
 from __future__ import annotations
 
@@ -6,32 +6,16 @@ import io
 import json
 import shutil
 import struct
-import sys
 import zipfile
 
 import pytest
 import torch
 
 from rkfac_lab import config, record, train
-from rkfac_lab.cli import main
-from rkfac_lab.data import cifar, idx
 from rkfac_lab.errors import LabError
 from rkfac_lab.record import load_run
 
-from .test_data import write_cifar, write_fashion
-
-
-@pytest.fixture
-def rkfac(monkeypatch, capsys):
-    """The command: its exit code and the lines it says."""
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["rkfac", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return ended.value.code or 0, capsys.readouterr().err.splitlines()
-
-    return call
+from .damage import BYTES, refused
 
 
 @pytest.fixture
@@ -42,30 +26,8 @@ def run_folder(tmp_path, tiny):
     return tmp_path / "r"
 
 
-def refused(result, name):
-    """One line, the file's name in it, and something to do."""
-    code, said = result
-    assert code == 2, said
-    assert len(said) == 1, said
-    assert said[0].startswith("rkfac: ")
-    assert name in said[0]
-    assert ";" in said[0] or "did you mean" in said[0] or "has to be mended" in said[0]
-    return said[0]
-
-
 # --- damage done to the bytes of any file
 
-BYTES = {
-    "empty": lambda content: b"",
-    "one byte": lambda content: content[:1],
-    "cut in half": lambda content: content[: len(content) // 2],
-    "cut at the end": lambda content: content[: -len(content) // 8],
-    "zeros": lambda content: bytes(len(content)),
-    "not UTF-8": lambda content: b"\xff\xfe" + content,
-    "a picture": lambda content: b"\x89PNG\r\n\x1a\n" + bytes(range(256)),
-    "nested without end": lambda content: b"[" * 100_000 + b"\n",
-    "a page": lambda content: b"<!doctype html><title>404</title>\n",
-}
 WHOLE = {
     "a number": "3",
     "a list": "[1, 2]",
@@ -329,88 +291,6 @@ def test_one_damaged_run_does_not_stop_a_comparison(tmp_path, tiny, rkfac, monke
     assert code == 0
     assert "summary.json is damaged" in "".join(said)
     assert "1 failed: " in (tmp_path / "c" / "table.md").read_text()
-
-
-# --- configurations
-
-TOML = {
-    "empty key": "= 3",
-    "cut": 'workload = "tiny',
-    "a list of tables": "[[optimizer]]\nname = 'sgd'",
-    "wrong type": "epochs = 'three'",
-    "wrong key": "epoch = 3",
-    "NaN": "[optimizer.arguments]\nlr = nan",
-    "infinite": "time_budget = inf",
-    "a date": "[optimizer.arguments]\nlr = 2020-01-01",
-    "huge": "epochs = 0x" + "f" * 5000,
-    "huge in decimals": "epochs = " + "9" * 5000,
-    "nested": "label = " + "[" * 5000,
-    "nested and closed": "[optimizer.arguments]\nx = " + "[" * 100 + "]" * 100,
-    "threads": "threads = 100000",
-    "schedule of nothing": "schedule = 3",
-    "schedule of a text": "[schedule]\nlr = 'slow'",
-}
-
-
-@pytest.mark.parametrize("text", TOML.values(), ids=TOML.keys())
-@pytest.mark.parametrize("command", ["train", "compare"])
-def test_damaged_run_files(tmp_path, rkfac, monkeypatch, command, text):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "run.toml").write_text(text)
-    arguments = ["train", "run.toml"] if command == "train" else ["compare", "--optimizers", "run.toml"]
-    refused(rkfac(*arguments), "run.toml")
-    assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
-
-
-@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"\x00" * 50, None], ids=["not UTF-8", "zeros", "a folder"])
-def test_run_files_that_are_no_text(tmp_path, rkfac, content):
-    path = tmp_path / "run.toml"
-    path.mkdir() if content is None else path.write_bytes(content)
-    refused(rkfac("train", path), "run.toml")
-
-
-# --- data
-
-
-@pytest.mark.parametrize("damage", BYTES.values(), ids=BYTES.keys())
-@pytest.mark.parametrize("name", [f"{idx.STEMS[0]}.gz", f"{idx.STEMS[3]}.gz"])
-def test_damaged_fashion_mnist(tmp_path, rkfac, name, damage):
-    write_fashion(tmp_path / "fashion-mnist")
-    path = tmp_path / "fashion-mnist" / name
-    path.write_bytes(damage(path.read_bytes()))
-    command = ("train", "fashion-widemlp", "--data-dir", tmp_path, "--folder", tmp_path / "r")
-    assert "rkfac data get fashion-mnist" in refused(rkfac(*command), name)
-    assert not (tmp_path / "r").exists()
-
-
-@pytest.mark.parametrize("damage", BYTES.values(), ids=BYTES.keys())
-@pytest.mark.parametrize("layout, name", [("bin", "data_batch_2.bin"), ("py", "test_batch")])
-def test_damaged_cifar(tmp_path, rkfac, layout, name, damage):
-    write_cifar(tmp_path / f"cifar-10-batches-{layout}", layout)
-    path = tmp_path / f"cifar-10-batches-{layout}" / name
-    path.write_bytes(damage(path.read_bytes()))
-    command = ("train", "cifar10-vgg-small", "--data-dir", tmp_path, "--folder", tmp_path / "r")
-    assert "rkfac data get cifar10" in refused(rkfac(*command), name)
-
-
-@pytest.mark.parametrize("place", ["fashion-mnist", "cifar-10-batches-bin", "cifar-10-batches-py"])
-def test_folders_in_the_place_of_data(tmp_path, rkfac, place):
-    (tmp_path / place).mkdir()
-    for name in (*(f"{stem}.gz" for stem in idx.STEMS), *cifar.TRAIN, *(f"{name}.bin" for name in cifar.TRAIN)):
-        (tmp_path / place / name).mkdir()
-    workload = "fashion-widemlp" if place == "fashion-mnist" else "cifar10-vgg-small"
-    refused(rkfac("train", workload, "--data-dir", tmp_path, "--folder", tmp_path / "r"), str(tmp_path))
-
-
-TEXTS = {"empty": b"", "short": b"hello", "not UTF-8": b"\xff" * 9000, "one character": b"a" * 9000, "a folder": None}
-
-
-@pytest.mark.parametrize("content", TEXTS.values(), ids=TEXTS.keys())
-def test_damaged_texts(tmp_path, rkfac, content):
-    path = tmp_path / "text.txt"
-    path.mkdir() if content is None else path.write_bytes(content)
-    setting = f"text_file={json.dumps(str(path))}"
-    refused(rkfac("train", "text-transformer", "--set", setting, "--folder", tmp_path / "r"), "text.txt")
 
 
 def test_a_run_that_was_not_damaged_is_read(run_folder, rkfac, tmp_path):
