@@ -38,8 +38,8 @@ class KFAC(CurvatureOptimizer):
       damping*          [lambda] relative to each factor's largest eigenvalue unless relative_damping=False
       damping_rule      "factored": l on each factor; "product": on the product spectrum; "pi": split by the trace ratio
       factor_decay*, factor_every*, inverse_every*   [rho, T_KU, T_KI]
-      factor_start      "identity": averages start from I, which damps the first steps and is kept apart from what is
-                        decomposed; "paper": the same, but sketches see the identity too; "unbiased": free of the start
+      factor_start      "unbiased": averages are free of their start; "identity": they start from I, which damps the
+                        first steps and is kept apart from what is decomposed; "paper": the same, but sketches see it
       rank*, oversampling*, power_iterations*        [r, r_l, n_pwr-it] of sketched decompositions; rank may be "auto"
       tail              what replaces the discarded spectrum: "zero" (paper) or "trace" (a constant preserving it)
       warm_start        start each sketch from the previous basis
@@ -80,7 +80,7 @@ class KFAC(CurvatureOptimizer):
         factor_decay: float = 0.95,
         factor_every: int = 10,
         inverse_every: int = 50,
-        factor_start: Literal["identity", "unbiased", "paper"] = "identity",
+        factor_start: Literal["unbiased", "identity", "paper"] = "unbiased",
         rank: int | Literal["auto"] = 220,
         oversampling: int = 10,
         power_iterations: int = 1,
