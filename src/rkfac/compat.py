@@ -35,19 +35,27 @@ def compiled_inside(module: nn.Module) -> nn.Module | None:
     return inner if inner is not None and type(module).__name__ == "OptimizedModule" else None
 
 
-def compiled_in_place(module: nn.Module) -> Any:
-    """What `module.compile()` left behind: the compiled call, or None."""
-    return getattr(module, "_compiled_call_impl", None)
+def compiled_call(module: nn.Module) -> Any:
+    """What runs a module's graph: the forward of torch.compile's wrapper, what `module.compile()` left behind, or None."""
+    return module.forward if compiled_inside(module) is not None else getattr(module, "_compiled_call_impl", None)
 
 
 def replace_compiled_call(module: nn.Module, call: Any) -> None:
-    """Put another callable in the place of what `module.compile()` left behind."""
-    module._compiled_call_impl = call
+    """Put another callable in the place of what `compiled_call` found."""
+    if compiled_inside(module) is not None:
+        module.forward = call
+    else:
+        module._compiled_call_impl = call
 
 
 def is_replica(module: nn.Module) -> bool:
     """Whether a module is one of nn.DataParallel's copies for another device."""
     return bool(getattr(module, "_is_replica", False))
+
+
+def has_hooks(tensor: Tensor) -> bool:
+    """Whether somebody's hooks see, and may change, a tensor's gradient."""
+    return bool(tensor._backward_hooks)
 
 
 def out_of_graphs(function: F, reason: str) -> F:

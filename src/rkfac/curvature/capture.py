@@ -32,6 +32,10 @@ class Observer(Protocol):
     weight: nn.Parameter
     wanted: bool
 
+    @property
+    def trouble(self) -> str:
+        """Why the layer cannot be preconditioned any more, or an empty string."""
+
     def terms(self, x: Tensor, g: Tensor) -> int:
         """How many terms a loss has that is reached from the layer's output directly."""
 
@@ -59,14 +63,21 @@ class Pass:
 
 @dataclass(eq=False)
 class Call:
-    """One call of a layer: its input, then the gradient at its output."""
+    """One call of a layer: its input, and the place it has in a forward."""
 
     one_pass: Pass
     x: Tensor
-    task: int = -1
-    gradient: Tensor | None = None
     drawn: Tensor | None = None  # gradient of a sampled target
     backwards: int = 0
+
+
+@dataclass(eq=False)
+class Arrival:
+    """A gradient at a call's output; backward passes may be nested, so each has arrivals of its own."""
+
+    call: Call
+    task: int
+    gradient: Tensor
 
 
 @dataclass(eq=False)
@@ -74,7 +85,7 @@ class Watched:
     """A layer under observation, and what is known of it since the last step."""
 
     observer: Observer
-    arrived: list[Call] = field(default_factory=list)  # gradients that may or may not reach the weight
+    arrived: list[Arrival] = field(default_factory=list)  # gradients that may or may not reach the weight
     counted: tuple[Tensor, int] | None = None  # the .grad its statistics belong to, and its version
     followed: bool = False
     verified: bool = False
@@ -193,12 +204,15 @@ class Capture:
         x = first_tensor(inputs)
         if x is None or not isinstance(output, Tensor) or not torch.is_grad_enabled() or not output.requires_grad:
             return
-        if compat.inside_functional_transform():
+        if not watched.observer.weight.requires_grad:
+            return
+        if compat.inside_functional_transform() or watched.observer.trouble:
             return
         if module is not watched.observer.module or compat.is_replica(module):
             self.refuse(RuntimeError("nn.DataParallel is not supported: it runs copies of the layers; use one device"))
             return
         watched.seen = True
+        self.follow(watched.observer)  # it may have been thawed since the last step
         call = Call(self._current(), x.detach())
         self.registered(watched, call, output)
         output.register_hook(_ArrivalHook(self, watched, call))
@@ -222,50 +236,52 @@ class Capture:
             )
         self.drop_stale(watched.observer)
         task = compat.graph_task()
-        call.task, call.gradient = task, g.detach()
         if call.one_pass.terms is None and g.numel():
             call.one_pass.terms = watched.observer.terms(call.x, g)
         if task not in self._tasks:
             self._tasks.add(task)
             compat.when_backward_ends(lambda: self._ended(task))
-        watched.arrived.append(call)
+        watched.arrived.append(Arrival(call, task, g.detach()))
 
     def _ended(self, task: int) -> None:
         """A backward pass is over: what has not reached its weight by now never will."""
         self._tasks.discard(task)
         for watched in self._layers.values():
             if watched.arrived:
-                watched.arrived = [call for call in watched.arrived if call.task != task]
+                watched.arrived = [arrival for arrival in watched.arrived if arrival.task != task]
 
-    def statistic(self, call: Call) -> Tensor | None:
+    def statistic(self, arrival: Arrival) -> Tensor | None:
         """What enters the statistics for a call: the gradient of the loss itself (the empirical Fisher)."""
-        return call.gradient
+        return arrival.gradient
 
     def accumulated(self, watched: Watched) -> None:
         """The weight's gradient has grown: what arrived in this backward pass counts."""
         task, observer = compat.graph_task(), watched.observer
-        calls = [call for call in watched.arrived if call.task == task]
-        if not calls:
+        arrivals = [arrival for arrival in watched.arrived if arrival.task == task]
+        if not arrivals:
             return
-        watched.arrived = [call for call in watched.arrived if call.task != task]
+        watched.arrived = [arrival for arrival in watched.arrived if arrival.task != task]
         gradient = observer.weight.grad
         assert gradient is not None
         with full_precision([gradient.device]):
             if not watched.verified and watched.counted is None and not watched.doubled:
-                self._verify(watched, calls, gradient)
+                self._verify(watched, arrivals, gradient)
             if not watched.foreign:
-                for call in calls:
+                for arrival in arrivals:
+                    call = arrival.call
                     call.backwards += 1
-                    statistic = self.statistic(call)
+                    statistic = self.statistic(arrival)
                     if statistic is not None and call.one_pass.terms is not None:
                         observer.observe(call.x, statistic, call.one_pass, call.one_pass.terms)
-        for call in calls:
-            call.gradient = call.drawn = None
+        for arrival in arrivals:
+            arrival.call.drawn = None
         watched.counted = (gradient, gradient._version)
 
-    def _verify(self, watched: Watched, calls: list[Call], gradient: Tensor) -> None:
+    def _verify(self, watched: Watched, arrivals: list[Arrival], gradient: Tensor) -> None:
         """Once a layer: see that its gradient is what its calls say it is."""
-        pairs = [(call.x, call.gradient) for call in calls if call.gradient is not None]
+        if compat.has_hooks(watched.observer.weight):
+            return  # a hook of somebody's changes the gradient on its way
+        pairs = [(arrival.call.x, arrival.gradient) for arrival in arrivals if arrival.gradient.numel()]
         explained = watched.observer.explains(pairs, gradient)
         watched.verified = explained is not None
         if explained is False:

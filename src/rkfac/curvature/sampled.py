@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from rkfac import compat
-from rkfac.curvature.capture import Call, Capture, Observer, Pass, Watched
+from rkfac.curvature.capture import Arrival, Call, Capture, Observer, Pass, Watched
 from rkfac.curvature.fisher import Likelihood
 from rkfac.curvature.hooks import BROKEN_GRAPH, Hook, full_precision
 from rkfac.curvature.randomness import Randomness
@@ -35,6 +35,9 @@ class SampledPass(Pass):
     outputs: list[tuple[int, GradientEdge]] = field(default_factory=list)
     layers: set[int] = field(default_factory=set)
     reached: set[int] = field(default_factory=set)  # outputs that the drawn gradient flowed through
+    logits: dict[int, tuple[Tensor, int]] = field(
+        default_factory=dict
+    )  # outputs by number, here so that they can be let go
     drawn: bool = False
     unread: str = ""  # what was returned instead of logits
 
@@ -50,6 +53,7 @@ class SampledCapture(Capture):
         self._drawing = False
         self._inside: list[nn.Module] = []  # modules whose forward is running, outermost first
         self._containers: set[int] = set()
+        self._open: list[SampledPass] = []  # forwards since the last step; they hold graphs that hold them
         self._model = model
         self._contain(model)
 
@@ -71,10 +75,15 @@ class SampledCapture(Capture):
         """Drop everything that is under way."""
         super().forget()
         self._inside.clear()
+        passes, self._open = self._open, []
+        for one_pass in passes:
+            one_pass.calls, one_pass.outputs, one_pass.logits = [], [], {}
 
     def new_pass(self) -> Pass:
         """With room for its calls."""
-        return SampledPass()
+        made = SampledPass()
+        self._open.append(made)
+        return made
 
     # --- what the hooks do
 
@@ -82,7 +91,14 @@ class SampledCapture(Capture):
         """A module's forward begins."""
         if module is self._model:
             self._inside.clear()  # a forward that raised has left its modules behind
+        elif module in self._inside:
+            del self._inside[self._inside.index(module) :]
         self._inside.append(module)
+
+    def drop(self) -> None:
+        """Also what a forward that raised has left behind; nobody drops gradients inside of a forward."""
+        super().drop()
+        self._inside.clear()
 
     def leave(self, module: nn.Module, output: Any) -> None:
         """A module's forward ends; when it was the outermost, its output may be the model's."""
@@ -100,7 +116,8 @@ class SampledCapture(Capture):
             current.unread = ""
             number = len(current.outputs)
             current.outputs.append((number, get_gradient_edge(logits)))
-            logits.register_hook(_OutputHook(self, current, logits, number))
+            current.logits[number] = (logits, logits._version)
+            logits.register_hook(_OutputHook(self, current, number))
 
     def registered(self, watched: Watched, call: Call, output: Tensor) -> None:
         """Remember where in the graph a call stands."""
@@ -118,12 +135,17 @@ class SampledCapture(Capture):
                 )
             )
 
-    def output_arrived(self, current: SampledPass, logits: Tensor, number: int) -> None:
+    def output_arrived(self, current: SampledPass, number: int) -> None:
         """The loss's gradient reached an output: the first one in a backward pass is what targets are drawn from."""
         if self._drawing or not self.active:
             return
         if not current.drawn:
-            self.draw(logits, current)
+            logits, version = current.logits.pop(number, (None, 0))
+            current.logits = {}
+            if logits is not None and logits._version != version:
+                self.refuse(RuntimeError(f"fisher='mc': the model's output was changed in place: do not, or {ADVICE}"))
+            elif logits is not None:
+                self.draw(logits, current)
         elif number not in current.reached:
             self.refuse(
                 RuntimeError(f"fisher='mc' found several outputs in one forward and cannot draw for them all: {ADVICE}")
@@ -151,6 +173,15 @@ class SampledCapture(Capture):
         except ValueError as error:
             self.refuse(ValueError(f"fisher='mc' cannot read the model's output: {error}; or {ADVICE}"))
             return
+        except RuntimeError as error:
+            if "use_reentrant" not in str(error):
+                raise
+            self.refuse(
+                RuntimeError(
+                    "fisher='mc' cannot see through a reentrant checkpoint: pass use_reentrant=False to torch.utils.checkpoint"
+                )
+            )
+            return
         finally:
             self._drawing = False
         for (call, _), g in zip(calls, found, strict=False):
@@ -160,18 +191,23 @@ class SampledCapture(Capture):
         }
         current.outputs = []
 
+    def draw_by_hand(self, logits: Tensor) -> None:
+        """Draw for the forward that has just ended; the next call of a layer begins another one."""
+        self.draw(logits)
+        self._pass = None
+
     def arrived(self, watched: Watched, call: Call, g: Tensor) -> None:
         """The loss's gradient only; drawn gradients pass the same places."""
         if not self._drawing:
             super().arrived(watched, call, g)
 
-    def statistic(self, call: Call) -> Tensor | None:
+    def statistic(self, arrival: Arrival) -> Tensor | None:
         """The drawn gradient."""
-        current = call.one_pass
+        current = arrival.call.one_pass
         if isinstance(current, SampledPass) and not current.drawn and current.calls:
             what = f"but it returned {current.unread}" if current.unread else "but the loss does not come from there"
             self.refuse(TypeError(f"fisher='mc' reads the model's output as logits, {what}: {ADVICE}"))
-        return call.drawn
+        return arrival.call.drawn
 
 
 def read_logits(output: Any) -> Tensor | None:
@@ -207,12 +243,12 @@ class _LeaveHook(Hook):
 class _OutputHook(Hook):
     capture: SampledCapture
 
-    def __init__(self, capture: SampledCapture, current: SampledPass, logits: Tensor, number: int) -> None:
+    def __init__(self, capture: SampledCapture, current: SampledPass, number: int) -> None:
         super().__init__(capture)
-        self.current, self.logits, self.number = current, logits, number
+        self.current, self.number = current, number
 
     def __call__(self, g: Tensor) -> None:
-        self.capture.output_arrived(self.current, self.logits, self.number)
+        self.capture.output_arrived(self.current, self.number)
 
 
 def _enter(capture: SampledCapture, module: nn.Module) -> None:

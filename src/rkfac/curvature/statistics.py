@@ -99,7 +99,10 @@ class Moment:
         for (part, _, _), own in zip(self._parts, self._exponents, strict=True):
             weight = take * self.scale * 2.0 ** (2 * own - exponent)
             if self._summed:
-                value.mul_(keep).add_(part.to(value), alpha=weight)
+                matrix = part.to(value)
+                if part.dtype != value.dtype and not self.diagonal:
+                    matrix = (matrix + matrix.mT) / 2  # what is symmetric to float32 is not to float64
+                value.mul_(keep).add_(matrix, alpha=weight)
             else:
                 add_gram(value, part.to(value), keep, weight)
             keep = 1.0

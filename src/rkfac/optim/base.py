@@ -19,7 +19,7 @@ from rkfac.layers import Adapter, KroneckerAdapter, UnitAdapter
 from rkfac.optim import memory
 from rkfac.optim.adaptive import LevenbergMarquardt, Watch
 from rkfac.optim.amp import loss_scale
-from rkfac.optim.arguments import check_group
+from rkfac.optim.arguments import GROUP_RULES, check_group
 from rkfac.optim.collecting import commit, notice_unseen, retire
 from rkfac.optim.compiled import run_eagerly, unwrapped
 from rkfac.optim.coverage import Choice, cover, owners_of, refuse_processes, refuse_sharded, warn_of_little
@@ -122,8 +122,9 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         assert self._capture is not None
         self._group_of = {id(p): group for group in self.param_groups for p in group["params"]}
         for block in self._blocks.values():
-            due = self._step % self._group(block)["factor_every"] == 0 or not block.observed
-            block.wanted = due and block.weight.requires_grad and not block.retired
+            first = block.weight.requires_grad and not block.observed
+            # Frozen layers too: they may be thawed before the forward, and cost nothing while they are not.
+            block.wanted = not block.retired and (first or self._step % self._group(block)["factor_every"] == 0)
             if not self._closed:
                 self._capture.follow(block)
         self._activate()
@@ -268,7 +269,9 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             self._draws = curvature["draws"]
             super().load_state_dict({key: value for key, value in state_dict.items() if key != "curvature"})
             for group in self.param_groups:
-                check_group({**{key: None for key in self.defaults if key not in group}, **group})
+                if missing := {*GROUP_RULES, "maximize"} - group.keys():
+                    raise ValueError(f"a saved parameter group lacks {listed(sorted(missing))}")
+                check_group(group)
         self._step = curvature["step"]
         self._plan()
         for name, block in self._blocks.items():  # what the interrupted run had planned, whatever was scheduled since
@@ -305,7 +308,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             raise RuntimeError("sample_fisher needs fisher='mc'")
         if self._capture.active:
             with torch.enable_grad():
-                self._capture.draw(output)
+                self._capture.draw_by_hand(output)
 
     def report(self) -> list[LayerReport]:
         """One record a layer: what it keeps and costs, or why it is left to the fallback rule."""

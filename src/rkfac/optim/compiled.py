@@ -15,7 +15,6 @@ from torch import nn
 
 from rkfac import compat
 from rkfac.curvature.capture import Capture
-from rkfac.curvature.hooks import Hook
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -32,73 +31,41 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 def run_eagerly(model: nn.Module, capture: Capture) -> None:
     """Let every compiled part of a model run without its graph while statistics are collected."""
-    inside: set[int] = set()
+    inside: set[int] = set()  # what a graph holds already
     for module in model.modules():
-        if id(module) in inside:
+        compiled = compat.compiled_call(module)
+        if compiled is None or id(module) in inside:
             continue
-        if compat.compiled_inside(module) is not None:
-            inside.update(id(inner) for inner in module.modules())
-            stance = _Stance(capture)
-            capture.install(partial(module.register_forward_pre_hook, _Begin(stance), prepend=True))
-            capture.install(partial(module.register_forward_hook, _End(stance), always_call=True))
-        compiled = compat.compiled_in_place(module)
-        if compiled is not None and not isinstance(compiled, _Guarded):
-            inside.update(id(inner) for inner in module.modules())
-            guarded = _Guarded(compiled, _Stance(capture))
-            capture.install(partial(_Replaced, module, guarded, compiled))
-
-
-class _Stance:
-    """Dynamo's stance during one forward."""
-
-    def __init__(self, capture: Capture) -> None:
-        self.capture = capture
-        self._saved: list[Any] = []
-
-    def begin(self) -> None:
-        wanted = self.capture.active and torch.is_grad_enabled()
-        self._saved.append(torch.compiler.set_stance("force_eager") if wanted else None)
-
-    def end(self) -> None:
-        saved = self._saved.pop() if self._saved else None
-        if saved is not None:
-            saved.__exit__(None, None, None)
-
-
-class _Begin(Hook):
-    def __init__(self, stance: _Stance) -> None:
-        super().__init__(stance.capture)
-        self.stance = stance
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        self.stance.begin()
-
-
-class _End(_Begin):
-    def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
-        self.stance.end()
+        inside.update(id(inner) for inner in module.modules())
+        capture.install(partial(_Replaced, module, compiled, capture))
 
 
 class _Guarded:
-    """What stands in the place of a module's compiled call."""
+    """A compiled call that leaves its graph alone on steps that collect statistics."""
 
-    def __init__(self, compiled: Any, stance: _Stance) -> None:
-        self.compiled, self.stance = compiled, stance
+    def __init__(self, compiled: Any, capture: Capture) -> None:
+        self.compiled, self.capture = compiled, capture
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.stance.begin()
+        active = self.capture.active
+        # Nothing is collected without gradients: the hooks stay out of that graph too.
+        self.capture.active = active and torch.is_grad_enabled()
         try:
-            return self.compiled(*args, **kwargs)
+            if not self.capture.active:
+                return self.compiled(*args, **kwargs)
+            with torch.compiler.set_stance("force_eager"):
+                return self.compiled(*args, **kwargs)
         finally:
-            self.stance.end()
+            self.capture.active = active
 
 
 class _Replaced:
     """The guard in place, and how to take it out again."""
 
-    def __init__(self, module: nn.Module, guarded: _Guarded, compiled: Any) -> None:
+    def __init__(self, module: nn.Module, compiled: Any, capture: Capture) -> None:
         self.module, self.compiled = module, compiled
-        compat.replace_compiled_call(module, guarded)
+        compat.replace_compiled_call(module, _Guarded(compiled, capture))
 
     def remove(self) -> None:
+        """Let the graph run by itself again."""
         compat.replace_compiled_call(self.module, self.compiled)

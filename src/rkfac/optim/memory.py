@@ -66,19 +66,34 @@ def checked(
     return curvature
 
 
+ADAM = {"exp_avg", "exp_avg_sq", "adam_step"}
+BUFFERS = {"momentum_buffer", *ADAM}
+
+
 def _check_buffers(groups: list[dict[str, Any]], state_dict: Mapping[str, Any]) -> None:
-    """Refuse buffers of another shape than their parameter, or not finite, which torch would take without a word."""
+    """Refuse buffers that torch would take without a word: of another shape, not finite, incomplete, of nobody."""
     ours = [p for group in groups for p in group["params"]]
     theirs = [index for group in state_dict["param_groups"] for index in group["params"]]
+    if any(isinstance(index, bool) or not isinstance(index, int) for index in theirs):
+        raise ValueError("the saved groups name parameters by something else than numbers")
+    if strangers := state_dict["state"].keys() - set(theirs):
+        raise ValueError(f"the saved buffers of {listed(map(str, strangers))} belong to no parameter")
     for p, index in zip(ours, theirs, strict=True):
-        for key, value in state_dict["state"].get(index, {}).items():
-            if not isinstance(value, Tensor):
+        buffers = state_dict["state"].get(index, {})
+        what = f"of a parameter of shape {tuple(p.shape)}"
+        if not buffers.keys() <= BUFFERS or 0 < len(buffers.keys() & ADAM) < len(ADAM):
+            raise ValueError(f"the saved buffers {what} are {listed(buffers)}")
+        for key, value in buffers.items():
+            if key == "adam_step":
+                if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                    raise ValueError(f"{key} {what} is {value!r}")
                 continue
-            fits = value.shape == p.shape or (p.is_complex() and value.shape == (*p.shape, 2))
-            if value.ndim and not fits:
+            if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
+                raise ValueError(f"{key} {what} is no tensor of floating point")
+            if value.shape != p.shape and not (p.is_complex() and value.shape == (*p.shape, 2)):
                 raise ValueError(f"{key} of shape {tuple(value.shape)} for a parameter of shape {tuple(p.shape)}")
             if not bool(torch.isfinite(value).all()):
-                raise ValueError(f"{key} of a parameter of shape {tuple(p.shape)} holds NaN or Inf")
+                raise ValueError(f"{key} {what} holds NaN or Inf")
 
 
 @contextmanager

@@ -240,9 +240,11 @@ class Block(ABC):
         counts = state["failures"], state["version"]
         if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in counts):
             raise ValueError(f"the saved state counts {counts[0]!r} failures and {counts[1]!r} refreshes")
+        if not isinstance(state["retired"], str):
+            raise ValueError(f"the saved state was retired for {state['retired']!r}")
         for side, factor in self.factors.items():
             factor.load_state_dict(state["factors"][side])
-        self.retired, self.missed = str(state["retired"]), 0
+        self.retired, self.missed = state["retired"], 0
         self.failures, self.version = counts
 
     @abstractmethod
