@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,7 +11,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from rkfac_lab.errors import LabError
+from rkfac_lab import disk
+from rkfac_lab.errors import CrashError, LabError
+from rkfac_lab.harmless import visible
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 bench = typer.Typer(no_args_is_help=True, help="Benchmarks, printed as ratios measured in one run.")
@@ -42,14 +45,15 @@ def train(
 ) -> None:
     """One run of one optimizer on one workload, resumable."""
     from rkfac_lab import config, progress
+    from rkfac_lab.comparison import slug
     from rkfac_lab.train import run
 
     flags = {"epochs": epochs, "max_steps": max_steps, "time_budget": time_budget, "seed": seed, "data_dir": data_dir}
     given = [f"{key}={json.dumps(value)}" for key, value in flags.items() if value is not None]
     chosen = config.load(target, [*(settings or []), *given])
     if folder is None:
-        is_run = (Path(target) / "config.json").is_file()
-        folder = Path(target) if is_run else Path("runs") / f"{chosen.workload}-{chosen.name}-seed{chosen.seed}"
+        name = f"{slug(chosen.workload)}-{slug(chosen.name)}-seed{chosen.seed}"
+        folder = Path(target) if config.is_folder(Path(target)) else Path("runs") / name
     try:
         finished = run(chosen, folder, resume=resume, progress=progress.Bar())
     except KeyboardInterrupt:
@@ -92,8 +96,12 @@ def bench_decompose(
     from rkfac_lab.bench import decompose
 
     console = _wide_console()
+    words = _names(dimensions)
+    if not words or not all(word.isdecimal() and 0 < len(word) < 7 and int(word) for word in words):
+        raise LabError(f"--dimensions {dimensions!r} is not a list of sizes such as 513,1153.")
+    sizes = [int(word) for word in words]
     with console.status("decomposing") as status:
-        rows = decompose.run([int(d) for d in dimensions.split(",")], rank, oversampling, rounds, status.update)
+        rows = decompose.run(sizes, rank, oversampling, rounds, status.update)
     console.print(decompose.table(rows))
     _write_json(decompose.as_json(rows), out, console)
 
@@ -226,18 +234,24 @@ def _wide_console() -> Console:
 
 
 def _write_json(content: dict[str, Any], path: Path, console: Console) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=2) + "\n")
+    disk.write_text(path, json.dumps(content, indent=2) + "\n")
     console.print(f"written to {path}", soft_wrap=True)
 
 
 def main() -> None:
-    """Entry point of the console script; a mistake the user can mend is one sentence and exit code 2."""
+    """Entry point of the console script; a mistake the user can mend is one sentence and exit code 2.
+
+    What nobody foresaw is one line too, with exit code 1; its traceback is kept in a file that the line names.
+    """
     try:
         app()
     except LabError as error:
-        typer.echo(f"rkfac: {error}", err=True)
-        raise SystemExit(2) from None
+        typer.echo(f"rkfac: {visible(str(error))}", err=True)
+        raise SystemExit(1 if isinstance(error, CrashError) else 2) from None
+    except Exception as error:  # outside of any run: there is no folder for its traceback but the system's
+        crash = CrashError(error, disk.keep_traceback(Path(tempfile.mkdtemp(prefix="rkfac-")) / "traceback.txt"))
+        typer.echo(f"rkfac: {visible(str(crash))}", err=True)
+        raise SystemExit(1) from None
 
 
 if __name__ == "__main__":

@@ -15,19 +15,23 @@ from typing import Any
 from rich.console import Console
 
 from rkfac_lab import config as configuration
-from rkfac_lab import optimizers, plots, report, schedules, table_text, tables, train, tuning
+from rkfac_lab import disk, optimizers, plots, report, schedules, table_text, tables, train, tuning
 from rkfac_lab.comparison import Comparison
 from rkfac_lab.data import Sources
 from rkfac_lab.errors import LabError, unknown
+from rkfac_lab.harmless import visible
 from rkfac_lab.jobs import Display, Results, run_all
+from rkfac_lab.lock import locked
 from rkfac_lab.record import CONFIG
 from rkfac_lab.workloads import find
 
 RUNS = Path("runs")
+WRITTEN = ("table.md", "table.csv", "table.json", "curves.png", "curves.svg", "report.html", "tuning.json")
 
 
 def choose_folder(out: Path | None, workload: str, resume: bool) -> Path:
     """Where the comparison goes: `out`, or a new dated folder in runs/ (with `resume`: the latest one)."""
+    find(workload)  # its name becomes a part of the folder's
     if out is None:
         earlier = sorted(RUNS.glob(f"compare-{workload}-[0-9]*"))
         if resume and not earlier:
@@ -53,7 +57,18 @@ def run(
     labels = [comparison.config(name, 0).name for name in comparison.contenders]
     if reference is not None and reference not in labels:
         raise unknown("optimizer to compare the others with", reference, labels)
+    twice = sorted({label for label in labels if labels.count(label) > 1})
+    if twice:
+        raise LabError(f"Two contenders are called {twice[0]!r} and would be one row; give one another label.")
     check(comparison)
+    with locked(folder):
+        disk.sweep(folder, WRITTEN)
+        return _run(comparison, folder, grid, reference, console)
+
+
+def _run(
+    comparison: Comparison, folder: Path, grid: tuning.Grid | None, reference: str | None, console: Console
+) -> Results:
     warm_up(comparison)
     display = Display()
     try:
@@ -82,7 +97,8 @@ def _tuned_arguments(
     tuned = tuning.tune(comparison, grid, folder, display)
     console.print(tuning.to_rich(tuned))
     for name in tuned.at_edge():
-        console.print(f"{name} did best at the edge of the grid; a wider --grid may serve it better.", markup=False)
+        said = f"{visible(name)} did best at the edge of the grid; a wider --grid may serve it better."
+        console.print(said, markup=False)
     return {label: {"lr": lr} for label, lr in tuned.chosen().items()}
 
 
@@ -94,8 +110,9 @@ def check(comparison: Comparison) -> None:
         config = configuration.resolve(comparison.config(contender, 0))
         data = data or workload.data(Sources(config.data_dir, config.text_file))
         chosen = config.optimizer
-        optimizer = optimizers.build(chosen.name, workload.model(data), chosen.arguments, seed=config.seed)
-        schedules.apply(optimizer, config.schedule, epoch=1)
+        model = workload.model(data)
+        optimizer = optimizers.build(chosen.name, model, chosen.arguments, seed=config.seed)
+        schedules.check(config.schedule, optimizer, chosen, model)
         if hasattr(optimizer, "close"):
             optimizer.close()
 
@@ -114,7 +131,6 @@ def warm_up(comparison: Comparison) -> None:
 
 def write(results: Results, folder: Path, reference: str | None = None) -> list[Path]:
     """Write the table as Markdown, CSV and JSON, the curves and the page; returns the paths, the page last."""
-    folder.mkdir(parents=True, exist_ok=True)
     table = tables.table1(results.runs, results.failures)
     texts = {
         "table.md": table_text.to_markdown(table, reference),
@@ -122,7 +138,7 @@ def write(results: Results, folder: Path, reference: str | None = None) -> list[
         "table.json": json.dumps(table_text.to_json(table, reference), indent=2) + "\n",
     }
     for name, text in texts.items():
-        (folder / name).write_text(text, encoding="utf-8")
+        disk.write_text(folder / name, text)
     pictures = plots.save(plots.curves(results.runs), folder / "curves")
     page = report.write(results.runs, folder / "report.html", results.failures)
     return [*(folder / name for name in texts), *pictures, page]

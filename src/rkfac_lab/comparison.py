@@ -13,6 +13,8 @@ from rkfac_lab.config import RunConfig
 from rkfac_lab.errors import LabError
 from rkfac_lab.jobs import Job
 
+LONGEST_SLUG = 100  # file systems take 255 bytes; the workload and the seed need some of them
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -35,6 +37,9 @@ class Comparison:
         twice = sorted({name for name in self.contenders if self.contenders.count(name) > 1})
         if twice:
             raise LabError(f"{', '.join(twice)} is named twice in --optimizers; name each optimizer once.")
+        folders = [slug(name) for name in self.contenders]
+        if len(set(folders)) < len(folders):
+            raise LabError("Two contenders in --optimizers would share a run folder; rename one of the files.")
         if self.seeds < 1:
             raise LabError(f"--seeds is the number of runs of each optimizer and must be at least 1, not {self.seeds}.")
 
@@ -82,5 +87,5 @@ class Comparison:
 
 
 def slug(name: str) -> str:
-    """A contender's name as the name of a folder."""
-    return re.sub(r"[^A-Za-z0-9.-]+", "_", Path(name).name.removesuffix(".toml"))
+    """A contender's name or a label as a part of the name of a folder, which it cannot leave."""
+    return re.sub(r"[^A-Za-z0-9.-]+", "_", Path(name).name.removesuffix(".toml"))[:LONGEST_SLUG]

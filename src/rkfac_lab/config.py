@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import tomllib
-import types
-import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from . import disk
 from .errors import LabError, unknown
+from .structure import checked
 
 PRESETS = ("", "paper")
+FILE = "config.json"  # the configuration in a run folder
+REMEDY = "repair it, or delete the run folder and run again"
+LONGEST_LABEL = 200
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,7 @@ class RunConfig:
     threads: int | None = None
     device: str = "auto"
     evaluate_every: int = 1  # epochs
+    validation_share: float = 0.0  # of the training data, kept apart and measured in place of the test set
     checkpoint_seconds: float = 300.0  # also inside an epoch; every epoch's end has one anyway
     data_dir: str | None = None
     text_file: str | None = None
@@ -61,9 +68,21 @@ class RunConfig:
 
 def from_dict(values: Mapping[str, Any]) -> RunConfig:
     """A checked RunConfig; says which key is wrong and what would be right."""
-    config: RunConfig = _checked(dict(values), RunConfig, "")
+    config: RunConfig = checked(dict(values), RunConfig)
     _check_ranges(config)
     return config
+
+
+def read_folder(folder: Path) -> dict[str, Any]:
+    """The configuration kept in a run folder as it was written, checked; FileNotFoundError where there is none."""
+    path = folder / FILE
+    values = disk.read_json(path, REMEDY)
+    try:
+        from_dict(checked(values, dict[str, Any]))
+    except LabError as error:
+        raise disk.damaged(path, str(error), REMEDY) from error
+    plain: dict[str, Any] = values
+    return plain
 
 
 def load(target: str, overrides: Iterable[str] = ()) -> RunConfig:
@@ -71,9 +90,9 @@ def load(target: str, overrides: Iterable[str] = ()) -> RunConfig:
     from .workloads import WORKLOADS
 
     path = Path(target)
-    if (path / "config.json").is_file():
-        values = json.loads((path / "config.json").read_text())
-    elif path.suffix == ".toml" or path.is_file():
+    if is_folder(path):
+        values = read_folder(path)
+    elif path.suffix == ".toml" or os.path.isfile(path):
         values = _read_toml(path)
     elif target in shipped():
         values = tomllib.loads(shipped()[target])
@@ -84,6 +103,11 @@ def load(target: str, overrides: Iterable[str] = ()) -> RunConfig:
     for text in overrides:
         override(values, text)
     return from_dict(values)
+
+
+def is_folder(path: Path) -> bool:
+    """Whether a run has begun in this folder; what lies there instead of its configuration is for `read_folder` to say."""
+    return os.path.lexists(path / FILE)
 
 
 def shipped() -> dict[str, str]:
@@ -135,65 +159,28 @@ def resolve(config: RunConfig) -> RunConfig:
         schedule=schedule,
         epochs=config.epochs or workload.epochs,
         batch_size=config.batch_size or workload.batch_size,
-        threads=config.threads or workload.threads,
+        threads=config.threads or workload.threads or torch.get_num_threads(),  # decides the last bits of every sum
     )
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
+        values = tomllib.loads(disk.read(path).decode("utf-8"))
+        from_dict(values)
+    except FileNotFoundError as error:
         raise LabError(f"The run file {path} cannot be read ({error.strerror}); name another one.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise LabError(f"The run file {path} is not valid TOML: {error}.") from error
+    except RecursionError as error:
+        raise LabError(f"The run file {path} is not valid TOML: nested without end; repair it.") from error
+    except ValueError as error:  # also texts that are not UTF-8, and numbers of thousands of digits
+        raise LabError(f"The run file {path} is not valid TOML: {str(error).rstrip('.')}; repair it.") from error
+    except LabError as error:
+        raise LabError(f"The run file {path} has to be mended: {error}") from error
+    return values
 
 
-def _checked(value: Any, hint: Any, where: str) -> Any:
-    """`value` as the type `hint`, or a LabError that names the key `where`."""
-    origin = typing.get_origin(hint)
-    if origin in (typing.Union, types.UnionType):
-        inner = next(choice for choice in typing.get_args(hint) if choice is not type(None))
-        return None if value is None else _checked(value, inner, where)
-    if hint is Any:
-        return value
-    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-        return _checked_table(value, hint, where)
-    if origin is dict:
-        _require(isinstance(value, dict), "a table", value, where)
-        key_hint, value_hint = typing.get_args(hint)
-        return {_key(k, key_hint, where): _checked(v, value_hint, _join(where, k)) for k, v in value.items()}
-    if hint is float:
-        _require(isinstance(value, int | float) and not isinstance(value, bool), "a number", value, where)
-        return value  # an integer stays one: a scheduled rank must not become 220.0
-    names = {int: "a whole number", str: "a text", bool: "true or false"}
-    _require(isinstance(value, hint) and (hint is bool or not isinstance(value, bool)), names[hint], value, where)
-    return value
-
-
-def _checked_table(value: Any, kind: type, where: str) -> Any:
-    _require(isinstance(value, dict), "a table", value, where)
-    hints = typing.get_type_hints(kind)
-    for key in value:
-        if key not in hints:
-            raise unknown("configuration key", _join(where, key), [_join(where, name) for name in hints])
-    return kind(**{key: _checked(inner, hints[key], _join(where, key)) for key, inner in value.items()})
-
-
-def _key(key: Any, hint: type, where: str) -> Any:
-    if hint is str:
-        return key
-    if not str(key).isdecimal() or int(key) < 1:
-        raise LabError(f"{where} has the key {key!r} where the number of an epoch, from 1, belongs.")
-    return int(key)
-
-
-def _require(condition: bool, wanted: str, value: Any, where: str) -> None:
-    if not condition:
-        raise LabError(f"{where or 'The configuration'} must be {wanted}, not {value!r}.")
-
-
-def _join(where: str, key: Any) -> str:
-    return f"{where}.{key}" if where else str(key)
+def most_threads() -> int:
+    """More threads than this can only fail or crawl; a run from a larger machine may still be repeated on a small one."""
+    return max(64, 4 * (os.cpu_count() or 1))
 
 
 def _check_ranges(config: RunConfig) -> None:
@@ -203,5 +190,11 @@ def _check_ranges(config: RunConfig) -> None:
         value = getattr(config, name)
         if value is not None and not value > 0:
             raise LabError(f"{name} must be greater than zero, not {value!r}.")
+    if config.threads is not None and config.threads > most_threads():
+        raise LabError(f"threads must be at most {most_threads()} on this machine, not {config.threads}.")
     if config.checkpoint_seconds < 0:
         raise LabError(f"checkpoint_seconds must not be negative, not {config.checkpoint_seconds!r}.")
+    if not 0 <= config.validation_share <= 0.5:
+        raise LabError(f"validation_share must lie between 0 and 0.5, not {config.validation_share!r}.")
+    if len(config.label) > LONGEST_LABEL:
+        raise LabError(f"label must have at most {LONGEST_LABEL} characters, not {len(config.label)}.")

@@ -1,13 +1,30 @@
-"""The one kind of error the laboratory shows to its user."""
+"""The kinds of error the laboratory shows to its user."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class LabError(Exception):
     """A mistake the user can mend; shown as one sentence without a traceback."""
+
+
+class CrashError(LabError):
+    """Something nobody foresaw, in one line; its traceback was `kept` in a file for whoever wants to look."""
+
+    def __init__(self, error: BaseException, kept: Path | None) -> None:
+        self.reason = f"{type(error).__name__}: {' '.join(str(error).split()) or 'no message'}"
+        super().__init__(f"{self.reason} (traceback: {kept or 'there was no place to keep it'})")
+
+
+def one_line(error: BaseException) -> str:
+    """An error in one line without places, as a table shows it."""
+    if isinstance(error, CrashError):
+        return error.reason
+    text = " ".join(str(error).split()) or "no message"
+    return text if isinstance(error, LabError) else f"{type(error).__name__}: {text}"
 
 
 def unknown(kind: str, name: str, valid: Iterable[str]) -> LabError:

@@ -14,8 +14,9 @@ from rich.text import Text
 
 from rkfac_lab import train
 from rkfac_lab.config import RunConfig
-from rkfac_lab.errors import LabError
-from rkfac_lab.progress import describe
+from rkfac_lab.errors import LabError, one_line
+from rkfac_lab.harmless import visible
+from rkfac_lab.progress import Heartbeat, describe
 from rkfac_lab.record import CONFIG, Run, load_run
 from rkfac_lab.tables import Failure
 
@@ -30,7 +31,7 @@ class Job:
     @property
     def title(self) -> str:
         """What the display calls it."""
-        return f"{self.config.name}, seed {self.config.seed}"
+        return visible(f"{self.config.name}, seed {self.config.seed}")
 
 
 @dataclass
@@ -52,8 +53,8 @@ def run_all(jobs: Sequence[Job], display: Display) -> Results:
     try:
         for number, job in enumerate(jobs):
             display.job(number)
-            before = _state(job.folder)
             try:
+                before = _state(job.folder)
                 run = train.run(job.config, job.folder, resume=True, progress=display)
             except KeyboardInterrupt:
                 results.interrupted = True
@@ -79,12 +80,6 @@ def _state(folder: Path) -> tuple[object, object] | None:
         return None
     summary = load_run(folder).summary
     return summary.get("status"), summary.get("steps")
-
-
-def one_line(error: BaseException) -> str:
-    """An error in one line, with its kind unless it is the lab's own."""
-    text = " ".join(str(error).split()) or "no message"
-    return text if isinstance(error, LabError) else f"{type(error).__name__}: {text}"
 
 
 def seconds_left(taken: Iterable[tuple[str, float]], waiting: Iterable[str]) -> float | None:
@@ -122,6 +117,7 @@ class Display:
         self._steps = 1
         self._measured = ""
         self._taken: list[tuple[str, float]] = []
+        self._heartbeat = Heartbeat(self.console)
 
     def start(self, jobs: Sequence[Job]) -> None:
         """Before the first job."""
@@ -137,10 +133,12 @@ class Display:
     def begin(self, name: str, total_steps: int, done_steps: int) -> None:
         """Told by the training loop when a run starts."""
         self._steps = max(total_steps, 1)
+        self._heartbeat.restart()
 
     def step(self, epoch: int, step: int, loss: float) -> None:
         """Told by the training loop after each step."""
         self._show(min(step / self._steps, 1.0))
+        self._heartbeat.step(f"{self._place()} {self._jobs[self._number].title}", epoch, step, self._steps, loss)
 
     def evaluated(self, line: dict[str, Any]) -> None:
         """Told by the training loop after each evaluation."""
@@ -168,8 +166,11 @@ class Display:
 
     def _say(self, text: str) -> None:
         self._bars.update(self._bar, completed=self._number + 1)
-        place = f"[{self._number + 1}/{len(self._jobs)}]"
-        self.console.print(Text(f"{place} {self._jobs[self._number].title}: {text}"), soft_wrap=True)
+        said = f"{self._place()} {self._jobs[self._number].title}: {visible(text)}"
+        self.console.print(Text(said), soft_wrap=True)
+
+    def _place(self) -> str:
+        return f"[{self._number + 1}/{len(self._jobs)}]"
 
     def _show(self, share: float) -> None:
         if self._bars.disable:

@@ -1,4 +1,8 @@
-"""Optimizers by name: rkfac's, torch's, pytorch-optimizer's, and any `module:Class`."""
+"""Optimizers by name: rkfac's, torch's, pytorch-optimizer's, and any `module:Class`.
+
+Importing a module runs it: a configuration that names one is code. What is then called is a subclass of
+`torch.optim.Optimizer`, or one of the laboratory's own, and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .errors import LabError, unknown
+from .errors import LabError, one_line, unknown
 
 # Name -> where its class is; imported when asked for, so that nobody pays for what is not used.
 CLASSES = {
@@ -41,12 +45,15 @@ def build(name: str, model: nn.Module, arguments: Mapping[str, Any], seed: int |
     except (TypeError, ValueError, AssertionError) as error:
         given = ", ".join(f"{key}={value!r}" for key, value in arguments.items()) or "no arguments"
         raise LabError(f"{name} does not accept {given}: {str(error).rstrip('.')}.") from error
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise LabError(f"{name} is not a torch.optim.Optimizer but a {type(optimizer).__name__}; name another class.")
     return optimizer
 
 
-def _factory(name: str) -> Callable[..., Any]:
+def keywords(name: str) -> set[str]:
+    """The keywords that the constructor of the optimizer called `name` is known to take."""
+    return _keywords(_factory(name))
+
+
+def _factory(name: str) -> Callable[..., torch.optim.Optimizer]:
     module_name, colon, class_name = CLASSES.get(name, name).partition(":")
     if not colon:
         raise unknown("optimizer", name, CLASSES)
@@ -54,9 +61,14 @@ def _factory(name: str) -> Callable[..., Any]:
         module = importlib.import_module(module_name)
     except ImportError as error:
         raise LabError(f"The optimizer {name} needs the module {module_name}: {error}.") from error
+    except (Exception, SystemExit) as error:  # importing runs whatever the module holds
+        reason = one_line(error)
+        raise LabError(f"The module {module_name} of the optimizer {name} cannot be imported ({reason}).") from error
     if not hasattr(module, class_name):
         raise unknown(f"class in {module_name} named", class_name, (n for n in dir(module) if not n.startswith("_")))
-    factory: Callable[..., Any] = getattr(module, class_name)
+    factory: Callable[..., torch.optim.Optimizer] = getattr(module, class_name)
+    if name not in CLASSES and not (inspect.isclass(factory) and issubclass(factory, torch.optim.Optimizer)):
+        raise LabError(f"{name} is not a subclass of torch.optim.Optimizer and was not called; name another class.")
     return factory
 
 

@@ -23,6 +23,8 @@ from matplotlib.figure import Figure
 from matplotlib.scale import FuncScale
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter, NullLocator
 
+from rkfac_lab import disk
+from rkfac_lab.harmless import plotted
 from rkfac_lab.table_text import metric_name
 from rkfac_lab.tables import group_by_label, main_metric, targets_of, workload_of
 
@@ -96,7 +98,7 @@ def curves(runs: Sequence[Run], title: str | None = None) -> Figure:
     grid[-1][0].xaxis.set_major_locator(MaxNLocator(integer=True))
     grid[-1][1].set_xlabel("training time in seconds")
     _scale_seconds(grid[-1][1], runs)
-    figure.suptitle(title or _title(runs), fontsize=12, color=INK)
+    figure.suptitle(plotted(title or _title(runs)), fontsize=12, color=INK)
     _legend(figure, grid[0][0], list(groups))
     return figure
 
@@ -129,7 +131,7 @@ def spectra(histories: Sequence[FactorHistory], title: str) -> Figure:
     bar.set_label("step")
     ticks = [tick for tick in (0, 30, 100, 300, 1000, 3000, 10000, 30000) if tick <= last_step]
     bar.set_ticks(ticks, labels=[str(tick) for tick in ticks])
-    figure.suptitle(title, fontsize=12, color=INK)
+    figure.suptitle(plotted(title), fontsize=12, color=INK)
     return figure
 
 
@@ -157,16 +159,18 @@ def modes_against_width(histories: Sequence[FactorHistory], title: str) -> Figur
     axes.set_xlabel("width of the factor")
     axes.set_ylabel("modes above largest / 33")
     axes.legend(frameon=False, fontsize=9, loc="upper left")
-    figure.suptitle(title, fontsize=12, color=INK)
+    figure.suptitle(plotted(title), fontsize=12, color=INK)
     return figure
 
 
 def save(figure: Figure, stem: Path) -> tuple[Path, Path]:
     """Write `stem`.png and `stem`.svg; the same figure gives the same bytes each time."""
-    stem.parent.mkdir(parents=True, exist_ok=True)
+    disk.make_folder(stem.parent)
     png, svg = stem.with_name(stem.name + ".png"), stem.with_name(stem.name + ".svg")
-    figure.savefig(png, dpi=150, metadata={"Software": None})
-    figure.savefig(svg, metadata={"Date": None, "Creator": None})
+    details: dict[str, Any] = {"dpi": 150, "metadata": {"Software": None}}
+    disk.write_atomically(png, lambda file: figure.savefig(file, format="png", **details))
+    details = {"metadata": {"Date": None, "Creator": None}}
+    disk.write_atomically(svg, lambda file: figure.savefig(file, format="svg", **details))
     return png, svg
 
 
@@ -205,7 +209,7 @@ def _decorate_spectrum(axes: Axes, history: FactorHistory, logarithmic: bool) ->
     said = f"above largest / 33 at the end: {history.modes()[-1]} modes (Proposition 3.1 {bound})"
     axes.set_title(said, fontsize=8.5, color=INK, loc="left")
     name = f"{history.layer}: {SIDES[history.side]}, width {history.width}"
-    axes.text(0, 1.12, name, transform=axes.transAxes, fontsize=10.5, color=INK, weight="bold")
+    axes.text(0, 1.12, plotted(name), transform=axes.transAxes, fontsize=10.5, color=INK, weight="bold")
 
 
 def _scale_values(row: Sequence[Axes], quantity: str, values: Sequence[float | None]) -> None:
@@ -283,7 +287,7 @@ def _frame(axes: Axes) -> None:
 
 def _axis_name(quantity: str) -> str:
     names = {"test_accuracy": "test accuracy", "test_loss": "test loss", "train_loss": "training loss"}
-    return names.get(quantity, metric_name(quantity))
+    return names.get(quantity, plotted(metric_name(quantity)))
 
 
 def _title(runs: Sequence[Run]) -> str:
@@ -295,4 +299,4 @@ def _title(runs: Sequence[Run]) -> str:
 def _legend(figure: Figure, axes: Axes, labels: Sequence[str]) -> None:
     lines = axes.get_lines()[: len(labels)]
     if lines:
-        figure.legend(lines, labels, loc="outside lower center", ncols=6, frameon=False)
+        figure.legend(lines, [plotted(label) for label in labels], loc="outside lower center", ncols=6, frameon=False)

@@ -6,20 +6,22 @@ import json
 import math
 import os
 import platform
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
+from . import checkpoint, config, disk, metrics
 from .errors import LabError
 from .workloads import Target
 
-CONFIG, ENVIRONMENT, METRICS = "config.json", "environment.json", "metrics.jsonl"
-SUMMARY, CHECKPOINT = "summary.json", "checkpoint.pt"
+CONFIG, ENVIRONMENT, METRICS = config.FILE, "environment.json", "metrics.jsonl"
+SUMMARY, CHECKPOINT, TRACEBACK = "summary.json", checkpoint.NAME, "traceback.txt"
+FILES = (CONFIG, ENVIRONMENT, METRICS, SUMMARY, CHECKPOINT, TRACEBACK)
 PACKAGES = ("torch", "rkfac", "numpy", "scikit-learn", "pytorch-optimizer")
 
 
@@ -36,19 +38,33 @@ class Run:
 
 
 def load_run(path: Path | str) -> Run:
-    """Read a run folder; a last line cut by a crash is left out."""
+    """Read a run folder; a last line cut by a crash is left out, anything else that is not as it should be is refused."""
     folder = RunFolder(Path(path))
     if not folder.exists():
         raise LabError(f"{path} is not a run folder: it has no {CONFIG}; name a folder that `rkfac train` wrote.")
     lines = folder.lines()
-    return Run(
+    run = Run(
         path=folder.path,
-        config=folder.read(CONFIG),
-        environment=folder.read(ENVIRONMENT),
-        epochs=[line for line in lines if line.get("kind") == "epoch"],
-        layers=[line for line in lines if line.get("kind") == "layers"],
-        summary=folder.read(SUMMARY),
+        config=config.read_folder(folder.path),
+        environment=folder.environment(),
+        epochs=[line for line in lines if line["kind"] == "epoch"],
+        layers=[line for line in lines if line["kind"] == "layers"],
+        summary=folder.summary(),
     )
+    _require_whole(run)
+    return run
+
+
+def _require_whole(run: Run) -> None:
+    """A run that has ended wrote its last line before its summary: without that line the metrics were cut."""
+    if run.summary.get("status", "running") == "running":
+        return
+    path, final = run.path / METRICS, run.summary["final"]
+    if final and final["step"] not in [line["step"] for line in run.epochs]:
+        why = f"it has no line of step {final['step']}, which {SUMMARY} names as the last"
+        raise disk.damaged(path, why, metrics.REMEDY)
+    if not metrics.ends_whole(path):
+        raise disk.damaged(path, "its last line is cut, though the run had ended", metrics.REMEDY)
 
 
 class RunFolder:
@@ -59,75 +75,57 @@ class RunFolder:
 
     def exists(self) -> bool:
         """Whether a run has begun here."""
-        return (self.path / CONFIG).is_file()
+        return config.is_folder(self.path)
 
-    def read(self, name: str) -> dict[str, Any]:
-        """One of the JSON files; empty if the run ended before it was written."""
-        path = self.path / name
-        if not path.is_file():
-            return {}
-        try:
-            content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise LabError(f"{path} is damaged ({error}); delete the run folder and run again.") from error
-        return content
+    def summary(self) -> dict[str, Any]:
+        """How the run ended; empty if it was killed before it could say."""
+        return metrics.read_summary(self.path / SUMMARY)
+
+    def environment(self) -> dict[str, Any]:
+        """Where and with what it was made; empty if it was killed before it could say."""
+        return metrics.read_environment(self.path / ENVIRONMENT)
+
+    def lines(self) -> list[dict[str, Any]]:
+        """All complete lines of the metrics."""
+        return metrics.read_lines(self.path / METRICS)
 
     def write(self, name: str, content: dict[str, Any]) -> None:
         """Replace one of the JSON files at once."""
         text = json.dumps(finite(content), indent=2) + "\n"
-        write_atomically(self.path / name, lambda file: file.write(text.encode()))
-
-    def lines(self) -> list[dict[str, Any]]:
-        """All complete lines of the metrics."""
-        path = self.path / METRICS
-        if not path.is_file():
-            return []
-        *complete, _ = path.read_text(encoding="utf-8").split("\n")  # what follows the last newline was cut
-        try:
-            return [json.loads(line) for line in complete]
-        except ValueError as error:
-            raise LabError(f"{path} is damaged ({error}); delete the run folder and run again.") from error
+        disk.write_atomically(self.path / name, lambda file: file.write(text.encode()))
 
     def append(self, lines: Iterable[dict[str, Any]]) -> None:
         """Add lines to the metrics, on disk before this returns."""
-        with open(self.path / METRICS, "a", encoding="utf-8") as file:
-            file.writelines(json.dumps(finite(line)) + "\n" for line in lines)
-            file.flush()
-            os.fsync(file.fileno())
+        disk.append(self.path / METRICS, "".join(json.dumps(finite(line)) + "\n" for line in lines))
 
-    def forget_after(self, step: int) -> None:
-        """Drop the metrics of steps a resumed run will do again."""
-        kept = [line for line in self.lines() if line["step"] <= step]
+    def forget_after(self, step: int, *, partial: bool = False) -> None:
+        """Drop the metrics of steps a resumed run will do again; with `partial` also those inside an epoch."""
+        lines = self.lines()
+        inside = {line["step"] for line in lines if partial and line.get("partial")}
+        kept = [line for line in lines if line["step"] <= step and line["step"] not in inside]
         text = "".join(json.dumps(line) + "\n" for line in kept)
-        write_atomically(self.path / METRICS, lambda file: file.write(text.encode()))
+        disk.write_atomically(self.path / METRICS, lambda file: file.write(text.encode()))
 
     def save_checkpoint(self, state: dict[str, Any]) -> None:
         """Replace the checkpoint at once."""
-        write_atomically(self.path / CHECKPOINT, lambda file: torch.save(state, file))
+        checkpoint.save(self.path / CHECKPOINT, state)
 
     def load_checkpoint(self) -> dict[str, Any] | None:
-        """The last checkpoint; None if there is none yet."""
-        path = self.path / CHECKPOINT
-        if not path.is_file():
-            return None
-        try:
-            state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:  # torch reports damage in many ways
-            raise LabError(f"{path} is damaged ({type(error).__name__}); delete it to begin the run again.") from error
-        return state
+        """The last checkpoint, verified; None if there is none yet."""
+        return checkpoint.load(self.path / CHECKPOINT)
 
+    def sweep(self) -> None:
+        """Delete what killed processes left half written; only while the folder is locked."""
+        disk.sweep(self.path, FILES)
 
-def write_atomically(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
-    """Write beside the file, flush to disk, then rename: a crash leaves the old file or the new one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open(temporary, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    def keep_traceback(self) -> Path | None:
+        """Write down the traceback of the exception that is being handled; returns where, None if the disk refused."""
+        return disk.keep_traceback(self.path / TRACEBACK)
+
+    def forget_traceback(self) -> None:
+        """The run ended well after all."""
+        with disk.trouble(self.path / TRACEBACK, "deleted"):
+            (self.path / TRACEBACK).unlink(missing_ok=True)
 
 
 def finite(value: Any) -> Any:

@@ -19,8 +19,9 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from rkfac_lab import plots, record, table_text, tables
+from rkfac_lab import disk, plots, record, table_text, tables
 from rkfac_lab.errors import LabError
+from rkfac_lab.metrics import ends_whole
 from rkfac_lab.record import Run
 
 SCRIPTS = ("dom.js", "chart.js", "cursor.js", "page.js", "layers.js")
@@ -58,8 +59,7 @@ def write(runs: Sequence[Run], path: Path, failures: Sequence[tables.Failure] = 
     if not runs:
         raise LabError(f"There is no run to show, so '{path}' was not written; give at least one run folder.")
     text = page(runs, failures)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    record.write_atomically(path, lambda file: file.write(text.encode("utf-8")))
+    disk.write_text(path, text)
     return path
 
 
@@ -125,7 +125,7 @@ def _metrics(runs: Sequence[Run]) -> list[str]:
         for run in runs
         for epoch in run.epochs
         for name, value in epoch.items()
-        if name.startswith(("test_", "train_")) and name != "train_seconds" and value is not None
+        if name.startswith(("test_", "train_", "validation_")) and name != "train_seconds" and value is not None
     }
     first = tables.main_metric(runs)[0]
     order = [first, *FIRST_METRICS, *sorted(measured)]
@@ -165,8 +165,7 @@ def _remarks(run: Run) -> list[str]:
     status = run.summary.get("status", "unknown")
     if status != "finished":
         said.append(f"{'unfinished' if status == 'running' else status} after {len(run.epochs)} recorded epochs.")
-    metrics = run.path / record.METRICS
-    if metrics.is_file() and not metrics.read_bytes().endswith(b"\n"):
+    if not ends_whole(run.path / record.METRICS):
         said.append(f"the last line of {record.METRICS} was cut off while it was written and is left out.")
     return said
 

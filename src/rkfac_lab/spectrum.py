@@ -20,7 +20,7 @@ from rich.text import Text
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from rkfac_lab import train
+from rkfac_lab import disk, train
 from rkfac_lab.config import RunConfig, from_dict, load, override, resolve
 from rkfac_lab.data import Sources
 from rkfac_lab.errors import LabError
@@ -241,7 +241,7 @@ def write(recorder: Recorder, config: RunConfig, folder: Path) -> list[Path]:
         "widths": [_described(history, spectra=False) for history in final],
     }
     path = folder / "spectrum.json"
-    path.write_text(json.dumps(content) + "\n", encoding="utf-8")
+    disk.write_text(path, json.dumps(content) + "\n")
     return [*paths, path]
 
 

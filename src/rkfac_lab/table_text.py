@@ -11,6 +11,7 @@ from typing import Any
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from rkfac_lab.harmless import csv_cell, markdown, visible
 from rkfac_lab.tables import Spread, Table1, Target, ratios, reference_label
 
 
@@ -34,7 +35,7 @@ def to_markdown(table: Table1, reference: str | None = None) -> str:
     """The table and the ratios as GitHub-flavoured Markdown."""
     parts = [_markdown(*_cells(table))]
     if len(table.rows) > 1:
-        parts.append(f"{_ratio_title(table, reference)}:")
+        parts.append(f"{markdown(_ratio_title(table, reference))}:")
         parts.append(_markdown(*_ratio_cells(table, reference)))
     return "\n\n".join(parts) + "\n"
 
@@ -50,7 +51,7 @@ def to_rich(table: Table1, reference: str | None = None) -> list[RichTable]:
 
 def notes(table: Table1) -> list[str]:
     """One line for each row that had runs which diverged, failed or did not finish."""
-    return [f"{row.label}: {row.notes}" for row in table.rows if row.notes]
+    return [visible(f"{row.label}: {row.notes}") for row in table.rows if row.notes]
 
 
 def to_json(table: Table1, reference: str | None = None) -> dict[str, Any]:
@@ -76,12 +77,13 @@ def to_csv(table: Table1) -> str:
     ]
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(header)
+    writer.writerow(map(csv_cell, header))
     for row in table.rows:
         numbers: list[object] = [row.label, row.runs]
         for result in row.targets:
             numbers += [result.hits, *_pair(result.seconds), *_pair(result.epochs)]
-        writer.writerow([*numbers, *_pair(row.epoch_seconds), *_pair(row.best), row.notes])
+        numbers += [*_pair(row.epoch_seconds), *_pair(row.best), row.notes]
+        writer.writerow(map(csv_cell, numbers))
     return out.getvalue()
 
 
@@ -147,17 +149,17 @@ def _best(metric: str, value: Spread | None) -> str:
 
 def _markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     def join(cells: Iterable[str]) -> str:
-        return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+        return "| " + " | ".join(map(markdown, cells)) + " |"
 
     rule = [" --- " if position == 0 or name == "notes" else " ---: " for position, name in enumerate(header)]
     return "\n".join([join(header), f"|{'|'.join(rule)}|", *(join(line) for line in lines)])
 
 
 def _rich(title: str, header: Sequence[str], lines: Sequence[Sequence[str]]) -> RichTable:
-    table = RichTable(title=Text(title), title_justify="left")
+    table = RichTable(title=Text(visible(title)), title_justify="left")
     for position, name in enumerate(header):
         left = position == 0 or name == "notes"
-        table.add_column(Text(name), justify="left" if left else "right", no_wrap=position == 0)
+        table.add_column(Text(visible(name)), justify="left" if left else "right", no_wrap=position == 0)
     for line in lines:
-        table.add_row(*(Text(cell) for cell in line))
+        table.add_row(*(Text(visible(cell)) for cell in line))
     return table

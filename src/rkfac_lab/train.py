@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import random
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,91 +13,60 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from . import optimizers, record, schedules
+from . import checkpoint, disk, identity, machine, metrics, optimizers, record, schedules
 from .config import RunConfig, resolve
 from .data import Sources
 from .data.batches import Batches
-from .errors import LabError
+from .errors import CrashError, LabError, one_line
+from .lock import locked
 from .progress import ProgressReporter, Silent
 from .record import Run, RunFolder
+from .validation import held_out
 from .workloads import find
 
 EVALUATION_BATCH = 1000
-# Keys in which a run may differ from the one it continues: limits may only grow, the others change no number.
-LIMITS = ("epochs", "max_steps", "time_budget")
-HARMLESS = ("label", "data_dir", "tensorboard", "checkpoint_seconds")
 
 
 def run(config: RunConfig, folder: Path, *, resume: bool = False, progress: ProgressReporter | None = None) -> Run:
     """Train as `config` says, write the run folder and return it as read back.
 
     With `resume` a run that already ended is returned as it is, and one cut short continues from its checkpoint.
-    Ctrl-C writes the summary with status "interrupted" and raises KeyboardInterrupt again.
+    Ctrl-C writes the summary with status "interrupted" and raises KeyboardInterrupt again. Whatever goes wrong
+    otherwise ends in a LabError of one sentence; a traceback there is to show lies in the folder.
     """
     config = resolve(config)
     target = RunFolder(Path(folder))
-    if target.exists():
-        before = target.read(record.CONFIG)
-        _require_same_run(target, before, config, resume)
-        status = target.read(record.SUMMARY).get("status")
-        limits_grew = any(before.get(key) != config.to_dict()[key] for key in LIMITS)
-        if status == "diverged" or (status == "finished" and not limits_grew):
-            return record.load_run(target.path)
-    with _threads(config.threads):
-        trainer = _Trainer(config, target, progress or Silent())
-        trainer.open()
+    with locked(target.path), machine.threads(config.threads):
         try:
-            trainer.train()
-        except KeyboardInterrupt:
-            trainer.status = "interrupted"
+            if not _has_ended(target, config, resume):
+                _train(config, target, progress or Silent())
+        except LabError:
             raise
-        finally:
-            trainer.close()
-    return record.load_run(target.path)
+        except Exception as error:
+            raise CrashError(error, target.keep_traceback()) from error
+        return record.load_run(target.path)
 
 
-def _require_same_run(target: RunFolder, before: dict[str, Any], config: RunConfig, resume: bool) -> None:
-    changed = [key for key in _differences(before, config.to_dict()) if key.split(".")[0] not in HARMLESS]
-    refused = [key for key in changed if key not in LIMITS or _shrinks(before.get(key), getattr(config, key))]
-    if refused:
-        raise LabError(
-            f"{target.path} belongs to a run with another configuration (different: {', '.join(refused)}); "
-            "choose another --folder, or repeat its configuration to continue it."
-        )
-    if not resume:
-        raise LabError(f"{target.path} already holds this run; add --resume to continue it or choose another --folder.")
+def _has_ended(target: RunFolder, config: RunConfig, resume: bool) -> bool:
+    """Whether the folder holds this very run and nothing is left to do; refuses a folder of another run."""
+    if not target.exists():
+        return False
+    before = identity.recorded(target)
+    identity.require_same_run(target, before, config, resume)
+    status = record.load_run(target.path).summary.get("status")
+    return status == "diverged" or (status == "finished" and not identity.limits_grew(before, config))
 
 
-def _differences(old: Any, new: Any, where: str = "") -> list[str]:
-    if isinstance(old, dict) and isinstance(new, dict):
-        keys = [*old, *(key for key in new if key not in old)]
-        return [d for k in keys for d in _differences(old.get(k), new.get(k), f"{where}.{k}" if where else str(k))]
-    return [] if old == new else [where]
-
-
-def _shrinks(old: float | None, new: float | None) -> bool:
-    return new is not None and (old is None or new < old)
-
-
-@contextlib.contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
+def _train(config: RunConfig, target: RunFolder, progress: ProgressReporter) -> None:
+    trainer = _Trainer(config, target, progress)
+    trainer.open()
     try:
-        yield
+        trainer.train()
+    except KeyboardInterrupt:
+        trainer.status = "interrupted"
+        raise
     finally:
-        torch.set_num_threads(before)
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise LabError(f"The device {name!r} cannot be used ({reason}); choose cpu, cuda or auto.") from error
-    return torch.device(name)
+        trainer.close()
 
 
 class _Trainer:
@@ -109,8 +76,8 @@ class _Trainer:
         assert config.epochs is not None
         assert config.batch_size is not None  # `resolve` has filled both in
         self.config, self.folder, self.progress = config, folder, progress
-        self.workload = find(config.workload)
-        self.device = _device(config.device)
+        self.workload = held_out(find(config.workload), config.validation_share)
+        self.device = machine.device(config.device)
         data = self.workload.data(Sources(config.data_dir, config.text_file))
         random.seed(config.seed)
         np.random.seed(config.seed % 2**32)
@@ -120,6 +87,7 @@ class _Trainer:
             self.model = self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         chosen = config.optimizer
         self.optimizer = optimizers.build(chosen.name, self.model, chosen.arguments, seed=config.seed)
+        schedules.check(config.schedule, self.optimizer, chosen, self.model)
         train_x, train_y = data.train_x.to(self.device), data.train_y.to(self.device)
         self.batches = Batches(train_x, train_y, config.batch_size, config.seed, self.workload.augment)
         self.test_x, self.test_y = data.test_x.to(self.device), data.test_y.to(self.device)
@@ -135,33 +103,49 @@ class _Trainer:
     # --- the run folder
 
     def open(self) -> None:
-        """Continue from the folder's checkpoint or begin; a configuration that cannot work leaves no folder behind."""
-        schedules.apply(self.optimizer, self.config.schedule, epoch=1)
-        self.folder.path.mkdir(parents=True, exist_ok=True)
+        """Continue from the folder's checkpoint or begin; what cannot be continued is refused before anything is written."""
+        self.folder.sweep()
         state = self.folder.load_checkpoint()
         if state is not None:
             self._restore(state)
-        self.folder.forget_after(self.step)
-        self.lines = [line for line in self.folder.lines() if line["kind"] == "epoch"]
+        again = not self._budget_spent()  # then an epoch that was cut short will be completed
+        kept = [line for line in self.folder.lines() if line["kind"] == "epoch" and line["step"] <= self.step]
+        self.lines = [line for line in kept if not (again and line.get("partial"))]
+        self._require_lines()
         self.folder.write(record.CONFIG, self.config.to_dict())
         self.folder.write(record.ENVIRONMENT, record.environment(self.device))
+        self._write_summary()  # before lines are dropped: a summary never knows more than the metrics
+        self.folder.forget_after(self.step, partial=again)
         if self.config.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self.board = SummaryWriter(str(self.folder.path / "tensorboard"), purge_step=self.step + 1)
-        self._write_summary()
+            place = self.folder.path / "tensorboard"
+            with disk.trouble(place):
+                self.board = SummaryWriter(str(place), purge_step=self.step + 1)
         total = self.epochs * len(self.batches)
         limit = self.config.max_steps
         self.progress.begin(self.config.name, min(total, limit) if limit else total, self.step)
 
+    def _require_lines(self) -> None:
+        """The epochs behind the checkpoint were measured before it was saved."""
+        every = self.config.evaluate_every
+        missing = set(range(every, self.epoch, every)) - {line["epoch"] for line in self.lines}
+        if missing:
+            why = f"it lacks epoch {min(missing)}, which {record.CHECKPOINT} has behind it"
+            raise disk.damaged(self.folder.path / record.METRICS, why, metrics.REMEDY)
+
     def close(self) -> None:
         """Write the summary and let go of hooks and files; "running" is what a crash leaves behind."""
-        self._write_summary()
-        self.progress.end(self.status)
-        if self.board is not None:
-            self.board.close()
-        if hasattr(self.optimizer, "close"):
-            self.optimizer.close()
+        try:
+            self._write_summary()
+            if self.status == "finished":
+                self.folder.forget_traceback()
+        finally:
+            self.progress.end(self.status)
+            if self.board is not None:
+                self.board.close()
+            if hasattr(self.optimizer, "close"):
+                self.optimizer.close()
 
     def _write_summary(self) -> None:
         facts = {
@@ -194,12 +178,16 @@ class _Trainer:
         }
 
     def _restore(self, state: dict[str, Any]) -> None:
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.batches.load_state_dict(state["batches"])
-        torch.set_rng_state(state["random"])
-        if state["cuda_random"]:
-            torch.cuda.set_rng_state_all(state["cuda_random"])
+        try:
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.batches.load_state_dict(state["batches"])
+            torch.set_rng_state(state["random"])
+            if state["cuda_random"]:
+                torch.cuda.set_rng_state_all(state["cuda_random"])
+        except Exception as error:  # whose state it is decides how it fails
+            path = self.folder.path / record.CHECKPOINT
+            raise disk.damaged(path, f"it does not fit this run: {one_line(error)[:200]}", checkpoint.REMEDY) from error
         for name in ("epoch", "step", "train_seconds", "epoch_seconds", "loss_sum", "samples"):
             setattr(self, name, state[name])
 
@@ -219,7 +207,7 @@ class _Trainer:
             if not self._rest_of_epoch() or not self._end_epoch():
                 self.status = "diverged"
                 return
-        self.status = "finished"
+        self.status = "finished" if self._measure_rest() else "diverged"
 
     def _budget_spent(self) -> bool:
         limit, seconds = self.config.max_steps, self.config.time_budget
@@ -263,26 +251,32 @@ class _Trainer:
         return inputs, targets
 
     def _end_epoch(self) -> bool:
-        """Evaluate when due, write the lines, save the checkpoint; False if the test loss is not finite."""
-        complete = self.batches.exhausted
-        last = not complete or self.epoch == self.epochs or self._budget_spent()
-        if last or self.epoch % self.config.evaluate_every == 0:
-            line = self._measure(complete)
-            if not math.isfinite(line["test_loss"]):
-                return False
-            self._write_lines(line)
-        if complete:  # an epoch cut by the budget keeps its older checkpoint: continuing repeats it in full
-            self.epoch += 1
-            self.epoch_seconds, self.loss_sum, self.samples = 0.0, 0.0, 0
+        """Evaluate when due, write the lines, save the checkpoint; False if what was measured is not finite."""
+        if not self.batches.exhausted:  # cut by the budget: a larger one continues from here
             self._checkpoint()
-            self._write_summary()
+            return True
+        last = self.epoch == self.epochs or self._budget_spent()
+        if (last or self.epoch % self.config.evaluate_every == 0) and not self._measure(partial=False):
+            return False
+        self.epoch += 1
+        self.epoch_seconds, self.loss_sum, self.samples = 0.0, 0.0, 0
+        self._checkpoint()
+        self._write_summary()
         return True
+
+    def _measure_rest(self) -> bool:
+        """Evaluate inside an epoch that the budget cut, also when the run was killed before it came to that."""
+        measured = self.lines[-1]["step"] if self.lines else 0
+        return measured == self.step or self._measure(partial=True)
 
     # --- measuring
 
-    def _measure(self, complete: bool) -> dict[str, Any]:
+    def _measure(self, *, partial: bool) -> bool:
+        """Evaluate and write it down; False, and nothing written, if the loss is not finite."""
         started = time.perf_counter()
         measured = self._evaluate()
+        if not math.isfinite(measured[f"{self.workload.measured_on}_loss"]):
+            return False
         line = {
             "kind": "epoch",
             "epoch": self.epoch,
@@ -290,17 +284,18 @@ class _Trainer:
             "train_seconds": self.train_seconds,
             "epoch_seconds": self.epoch_seconds,
             "eval_seconds": time.perf_counter() - started,
-            "partial": not complete,
+            "partial": partial,
             "train_loss": self.loss_sum / self.samples,
-            "test_accuracy": None,
+            f"{self.workload.measured_on}_accuracy": None,
             **measured,
         }
         # An optimizer's own "step" or the like must not overwrite the run's.
-        return {**line, **{name: value for name, value in self._hyper_parameters().items() if name not in line}}
+        self._write_lines({**line, **{k: v for k, v in self._hyper_parameters().items() if k not in line}})
+        return True
 
     @torch.no_grad()
     def _evaluate(self) -> dict[str, float]:
-        measures = {"test_loss": self.workload.loss, **self.workload.metrics}
+        measures = {f"{self.workload.measured_on}_loss": self.workload.loss, **self.workload.metrics}
         sums = dict.fromkeys(measures, 0.0)
         self.model.eval()
         for x, y in zip(self.test_x.split(EVALUATION_BATCH), self.test_y.split(EVALUATION_BATCH), strict=True):

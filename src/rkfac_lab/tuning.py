@@ -1,7 +1,8 @@
 """The learning rate of every contender from one grid, on equal terms: same values, same short budget, same seed.
 
 The best is the one whose metric is best at the end of the short budget; a run that diverges or fails cannot win.
-The seed is none of those that are reported afterwards, so nothing is chosen on what it is judged by.
+The metric is measured on a part of the training data that the trials do not train on, never on the test set, and the
+seed is none of those that are reported afterwards: nothing is chosen on what it is judged by.
 """
 
 from __future__ import annotations
@@ -15,14 +16,17 @@ from pathlib import Path
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from rkfac_lab import disk
 from rkfac_lab.comparison import Comparison, slug
 from rkfac_lab.errors import LabError
+from rkfac_lab.harmless import visible
 from rkfac_lab.jobs import Display, Job, run_all
 from rkfac_lab.record import Run
 from rkfac_lab.table_text import metric_name, metric_value
 from rkfac_lab.tables import main_metric
 from rkfac_lab.workloads import find
 
+VALIDATION_SHARE = 0.2
 SEED = 1000  # reported runs have seeds 0, 1, 2...
 USUAL = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 # Where a sum over outputs makes the loss, and so the useful learning rates of plain gradients, of another size.
@@ -104,7 +108,8 @@ def tune(comparison: Comparison, grid: Grid, folder: Path, display: Display) -> 
     planned: list[tuple[str, float, Job]] = []
     for lr in grid.rates:
         for name in comparison.contenders:
-            config = comparison.config(name, SEED, {"lr": lr}, epochs=grid.epochs, label=f"{name} lr={lr:g}")
+            trial = {"epochs": grid.epochs, "label": f"{name} lr={lr:g}", "validation_share": VALIDATION_SHARE}
+            config = comparison.config(name, SEED, {"lr": lr}, **trial)
             if "lr" in config.schedule:
                 raise LabError(
                     f"{name} has a schedule for its learning rate, which --tune cannot choose; leave one away."
@@ -118,8 +123,7 @@ def tune(comparison: Comparison, grid: Grid, folder: Path, display: Display) -> 
     trials = [_trial(name, lr, done.get(job.folder.name), metric) for name, lr, job in planned]
     trials.sort(key=lambda trial: comparison.contenders.index(trial.contender))
     tuned = Tuned(metric, mode, grid, tuple(trials))
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tuning.json").write_text(json.dumps(to_json(tuned), indent=2) + "\n", encoding="utf-8")
+    disk.write_text(folder / "tuning.json", json.dumps(to_json(tuned), indent=2) + "\n")
     return tuned
 
 
@@ -127,6 +131,7 @@ def to_json(tuned: Tuned) -> dict[str, object]:
     """Everything that was tried and chosen, as plain values."""
     return {
         "seed": SEED,
+        "validation_share": VALIDATION_SHARE,
         "metric": tuned.metric,
         "mode": tuned.mode,
         "epochs": tuned.grid.epochs,
@@ -148,7 +153,7 @@ def to_rich(tuned: Tuned) -> RichTable:
         cells: Mapping[float, Trial] = {trial.lr: trial for trial in tuned.trials if trial.contender == name}
         best = tuned.best(name)
         texts = [_cell(tuned.metric, cells[rate], "*" if cells[rate] == best else "") for rate in tuned.grid.rates]
-        table.add_row(Text(name), *(Text(text) for text in texts))
+        table.add_row(Text(visible(name)), *(Text(text) for text in texts))
     return table
 
 

@@ -59,6 +59,7 @@ class Workload:
     threads: int | None = None  # None: torch's own choice; tiny layers are fastest with one
     defaults: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # optimizer -> constructor arguments
     lr_decay: Mapping[int, float] = field(default_factory=dict)  # first epoch -> factor on any optimizer's lr
+    measured_on: str = "test"  # what the names of all measurements begin with
 
 
 WORKLOADS: dict[str, Workload] = {}

@@ -60,6 +60,10 @@ def make_run(
         "seed": seed,
         "status": status,
         "epochs": len(epochs),
+        "steps": 6 * len(epochs),
+        "train_seconds": sum(seconds),
         "targets": judged,
+        "best": {},
+        "final": epochs[-1] if epochs else {},
     }
     return Run(path=Path(f"{label}-{seed}"), config={}, environment={}, epochs=epochs, layers=[], summary=summary)

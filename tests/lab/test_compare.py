@@ -202,6 +202,9 @@ def test_folders_of_comparisons(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(LabError, match="no comparison of digits-mlp"):
         compare.choose_folder(None, "digits-mlp", resume=True)
+    for name in ("../../elsewhere", "**"):
+        with pytest.raises(LabError, match="no workload"):
+            compare.choose_folder(None, name, resume=True)
     fresh = compare.choose_folder(None, "digits-mlp", resume=False)
     for name in ("compare-digits-mlp-20200101-000000", "compare-digits-mlp-20210101-000000"):
         (tmp_path / "runs" / name / "runs" / "sgd-seed0").mkdir(parents=True)
@@ -253,7 +256,7 @@ def test_tuning_tries_the_same_rates_with_its_own_seed_and_the_comparison_uses_t
     for trial in written["trials"]:
         run = record.load_run(tmp_path / "tuning" / f"{trial['contender']}-lr{trial['lr']:g}")
         assert (run.config["seed"], run.config["epochs"]) == (tuning.SEED, 1)
-        assert run.epochs[-1]["test_accuracy"] == trial["value"]
+        assert run.epochs[-1]["validation_accuracy"] == trial["value"]
     assert written["chosen"]["sgd"] == 0.2  # a hundred-thousandth cannot learn anything in one epoch
     for name, lr in written["chosen"].items():
         config = record.load_run(tmp_path / "runs" / f"{name}-seed0").config
@@ -307,6 +310,6 @@ def test_display_says_each_ended_run_in_one_line():
     display.failed("no [memory]")
     display.stop()
     assert display.console.file.getvalue().splitlines() == [
-        "[1/2] sgd, seed 0: finished, test accuracy 91.25% after 0.00 s of training",
+        "[1/2] sgd, seed 0: finished, test accuracy 91.25% after 2.00 s of training",
         "[2/2] sgd, seed 1: failed: no [memory]",
     ]

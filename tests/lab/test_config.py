@@ -9,7 +9,7 @@ import types
 import pytest
 import torch
 
-from rkfac_lab import config, optimizers, schedules
+from rkfac_lab import config, optimizers, schedules, train
 from rkfac_lab.errors import LabError
 from rkfac_lab.workloads import WORKLOADS, find
 
@@ -182,7 +182,51 @@ def test_schedules_set_every_group_and_leave_it_before_the_first_step():
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
 
 
-def test_schedule_of_an_unknown_hyper_parameter_is_refused():
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
-    with pytest.raises(LabError, match="'momentm'; did you mean 'momentum'"):
-        schedules.apply(optimizer, {"momentm": {1: 0.5}}, epoch=1)
+@pytest.mark.parametrize(
+    "name, schedule, said",
+    [
+        ("sgd", {"momentm": {1: 0.5}}, "'momentm'; did you mean 'momentum'"),
+        ("sgd", {"params": {9: 1}}, "'params'"),
+        ("sgd", {"nesterov": {9: 1}}, "'nesterov'"),
+        ("sgd", {"lr": {1: 0.1, 9: -0.1}}, r"schedule\.lr\.9 = -0\.1 cannot be used: .*Invalid learning rate"),
+        ("adamw", {"weight_decay": {40: -1}}, r"schedule\.weight_decay\.40"),
+        ("rs-kfac", {"rank": {2: 12.5}}, r"schedule\.rank\.2 = 12\.5 .*integer"),
+        ("rs-kfac", {"inverse_every": {30: 0}}, r"schedule\.inverse_every\.30"),
+        ("rs-kfac", {"damping": {30: 0.1, 31: -1}}, r"schedule\.damping\.31"),
+    ],
+)
+def test_a_schedule_that_would_fail_later_is_refused_before_the_run(tmp_path, tiny, name, schedule, said):
+    chosen = config.from_dict({"workload": tiny, "optimizer": {"name": name}, "schedule": schedule, "epochs": 1})
+    with pytest.raises(LabError, match=said):
+        train.run(chosen, tmp_path / "r")
+    assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize("threads", [100000, 2**40])
+def test_more_threads_than_a_machine_can_have_are_refused(threads):
+    with pytest.raises(LabError, match=f"threads must be at most [0-9]+ on this machine, not {threads}"):
+        config.load("digits-mlp", [f"threads={threads}"])
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "optimizer.arguments.lr=nan",
+        "optimizer.arguments.betas=[0.9, inf]",
+        "optimizer.arguments.lr=2020-01-01",
+        "checkpoint_seconds=nan",
+        "checkpoint_seconds=inf",
+        "time_budget=inf",
+        "schedule.lr.2=nan",
+        "seed=0x" + "f" * 40,
+        "epochs=0x" + "f" * 6000,
+        "validation_share=0.9",
+        "label='" + "x" * 5000 + "'",
+        "optimizer.arguments.x=" + "[" * 60 + "]" * 60,
+    ],
+)
+def test_values_that_no_run_folder_could_repeat_are_refused(setting):
+    with pytest.raises(LabError) as caught:
+        config.load("digits-mlp", [setting])
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 300

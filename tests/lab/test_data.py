@@ -72,13 +72,13 @@ GOOD = idx_bytes(LABELS)
 DAMAGE = {
     "truncated gzip": ("a.gz", gzip.compress(idx_bytes(IMAGES))[:-30], "gzip stream"),
     "not gzip": ("a.gz", GOOD, "gzip stream"),
-    "broken deflate": ("a.gz", gzip.compress(idx_bytes(IMAGES))[:20] + b"\xff" * 400, "gzip stream"),
+    "broken deflate": ("a.gz", gzip.compress(idx_bytes(IMAGES))[:60] + b"\xff" * 400, "gzip stream"),
     "bad magic": ("a", b"\1" + GOOD[1:], "does not begin"),
     "empty": ("a", b"", "does not begin"),
     "floats": ("a", idx_bytes(LABELS, kind=13), "element type 0x0d"),
     "header cut": ("a", GOOD[:6], "header is cut"),
     "too short": ("a", GOOD[:-1], "4 bytes of data instead of 5"),
-    "too long": ("a", GOOD + b"\0", "6 bytes of data instead of 5"),
+    "too long": ("a", GOOD + b"\0", "more than 5 bytes of data"),
 }
 
 
@@ -175,6 +175,9 @@ BROKEN_PICKLES = {
     "impossible label": python_batch(PIXELS[0], [1, 2, 10]),
     "text as labels": python_batch(PIXELS[0], ["a", "b", "c"]),
     "empty": b"",
+    "no image": pickle.dumps({b"data": PIXELS[0][:0], b"labels": []}, protocol=4),
+    "half a label": python_batch(PIXELS[0], [1, 2, 3.5]),
+    "nested without end": b"(" * 100_000 + b".",
 }
 
 

@@ -100,9 +100,34 @@ def test_impossible_value_is_said_in_one_sentence():
         optimizers.build("sgd", network(), {"lr": "fast"})
 
 
-def test_class_that_is_no_optimizer():
-    with pytest.raises(LabError, match=r"not a torch\.optim\.Optimizer"):
-        optimizers.build("builtins:list", network(), {})
+CALLS = []
+
+
+def callable_from_a_configuration(*arguments, **keywords):
+    CALLS.append(arguments)
+    return torch.optim.SGD(arguments[0], lr=0.1)
+
+
+class NoOptimizer:
+    def __init__(self, *arguments, **keywords):
+        CALLS.append(arguments)
+
+
+@pytest.mark.parametrize(
+    "name", ["builtins:list", f"{__name__}:NoOptimizer", f"{__name__}:callable_from_a_configuration"]
+)
+def test_what_is_no_optimizer_class_is_refused_before_it_is_called(name):
+    with pytest.raises(LabError, match=r"not a subclass of torch\.optim\.Optimizer"):
+        optimizers.build(name, network(), {})
+    assert CALLS == []
+
+
+@pytest.mark.parametrize("body", ["1 / 0", "raise SystemExit(0)", "def broken("])
+def test_a_module_that_cannot_be_imported_is_said(tmp_path, monkeypatch, body):
+    (tmp_path / "broken_module.py").write_text(body)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(LabError, match="broken_module"):
+        optimizers.build("broken_module:Thing", network(), {})
 
 
 def test_rkfac_gets_the_model_and_the_seed(monkeypatch):

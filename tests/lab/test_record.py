@@ -7,28 +7,30 @@ import json
 import pytest
 import torch
 
-from rkfac_lab import record
+from rkfac_lab import disk, record
 from rkfac_lab.errors import LabError
 from rkfac_lab.record import RunFolder, load_run, summarise
 from rkfac_lab.workloads import Target
 
+from .handmade import make_run
+
 
 def line(epoch, accuracy, seconds=None):
-    return {"kind": "epoch", "epoch": epoch, "step": 10 * epoch, "train_seconds": seconds or float(epoch),
+    return {"kind": "epoch", "epoch": epoch, "step": 10 * epoch, "train_seconds": seconds or float(epoch), "epoch_seconds": 1.0,
             "test_loss": 1.0 / epoch, "test_accuracy": accuracy}  # fmt: skip
 
 
 def test_written_is_read(tmp_path):
     folder = RunFolder(tmp_path)
     folder.write(record.CONFIG, {"workload": "w"})
-    folder.write(record.SUMMARY, {"status": "finished"})
-    folder.append([line(1, 0.5), {"kind": "layers", "epoch": 1, "step": 10, "layers": []}])
+    folder.write(record.SUMMARY, make_run("sgd", status="running").summary)
+    folder.append([line(1, 0.5), {"kind": "layers", "epoch": 1, "step": 10, "train_seconds": 1.0, "layers": []}])
     folder.append([line(2, 0.6)])
     run = load_run(tmp_path)
     assert run.config == {"workload": "w"}
     assert [e["epoch"] for e in run.epochs] == [1, 2]
     assert [e["epoch"] for e in run.layers] == [1]
-    assert run.summary["status"] == "finished"
+    assert run.summary["status"] == "running"
     assert run.environment == {}
 
 
@@ -85,9 +87,9 @@ def test_a_failing_write_keeps_the_old_file(tmp_path):
         file.write(b"half")
         raise OSError("disk full")
 
-    with pytest.raises(OSError, match="disk full"):
-        record.write_atomically(tmp_path / record.CHECKPOINT, fail)
-    assert folder.load_checkpoint()["step"] == 1
+    with pytest.raises(LabError, match=r"checkpoint\.pt cannot be written \(disk full\)"):
+        disk.write_atomically(tmp_path / record.CHECKPOINT, fail)
+    assert torch.load(tmp_path / record.CHECKPOINT)["step"] == 1
     assert [p.name for p in tmp_path.iterdir()] == [record.CHECKPOINT]
 
 

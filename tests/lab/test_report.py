@@ -84,11 +84,11 @@ def test_a_folder_that_is_no_run_is_refused_in_one_sentence(tmp_path: Path) -> N
     for path, reason in (
         (tmp_path / "none", "is not a folder"),
         (tmp_path / "empty", "holds no run"),
-        (alien, "no workload"),
+        (alien, "no configuration key 'editor'"),
     ):
         if path.name == "empty":
             path.mkdir()
-        with pytest.raises(LabError, match=f"{path.name}'.*{reason}") as caught:
+        with pytest.raises(LabError, match=f"{path.name}.*{reason}") as caught:
             report.find_runs([path])
         assert "\n" not in str(caught.value)
     with pytest.raises(LabError, match="no run to show"):
@@ -232,7 +232,9 @@ def test_the_page_allows_its_own_script_and_style_and_nothing_else() -> None:
         return "'sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() + "'"
 
     script, style = page.texts["script"][1], page.texts["style"][0]
-    assert policy == f"default-src 'none'; script-src {source(script)}; style-src {source(style)}"
+    # Neither of the last two falls back on default-src.
+    own = f"script-src {source(script)}; style-src {source(style)}"
+    assert policy == f"default-src 'none'; {own}; base-uri 'none'; form-action 'none'"
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|fetch\(|import\(", script)
     assert set(re.findall(r"https?://[^\"' ]+", script + style)) == {"http://www.w3.org/2000/svg"}
 

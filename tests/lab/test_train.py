@@ -13,7 +13,7 @@ import time
 import pytest
 import torch
 
-from rkfac_lab import config, record, train, workloads
+from rkfac_lab import config, machine, record, train, workloads
 from rkfac_lab.cli import main
 from rkfac_lab.errors import LabError
 from rkfac_lab.progress import Silent
@@ -24,6 +24,15 @@ TIMES = ("train_seconds", "epoch_seconds", "eval_seconds")
 
 def configuration(*settings, optimizer="adamw", epochs=3):
     return config.load("digits-mlp", [f"optimizer.name={optimizer}", f"epochs={epochs}", *settings])
+
+
+@pytest.fixture
+def slim(monkeypatch):
+    """The digits with a narrower network, where the optimizers' own cost is not what is tested."""
+    narrow = dataclasses.replace(
+        workloads.find("digits-mlp"), model=lambda data: workloads.models.build("mlp", sizes=(64, 96, 80, 10))
+    )
+    monkeypatch.setitem(workloads.WORKLOADS, narrow.name, narrow)
 
 
 def numbers(run):
@@ -102,7 +111,7 @@ def test_same_seed_same_numbers_other_seed_other_numbers(tmp_path):
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "muon", "soap", "k-fac", "rs-kfac", "sre-kfac"])
 @pytest.mark.parametrize("settings", [(), ("checkpoint_seconds=0",)], ids=["epoch ends", "every step"])
-def test_interrupted_in_the_middle_of_an_epoch_then_resumed(tmp_path, optimizer, settings):
+def test_interrupted_in_the_middle_of_an_epoch_then_resumed(tmp_path, slim, optimizer, settings):
     whole = train.run(configuration(*settings, optimizer=optimizer), tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
         train.run(configuration(*settings, optimizer=optimizer), tmp_path / "cut", progress=InterruptAt(17))
@@ -136,7 +145,7 @@ def test_dropout_batchnorm_and_augmentation_resume_too(tmp_path, monkeypatch):
 
 
 def test_killed_without_warning_then_resumed_from_the_command_line(tmp_path):
-    settings = ["--set", "optimizer.name=adamw", "--set", "checkpoint_seconds=0", "--epochs", "30"]
+    settings = ["--set", "optimizer.name=adamw", "--set", "checkpoint_seconds=0", "--epochs", "10"]
     command = [
         sys.executable,
         "-m",
@@ -150,7 +159,7 @@ def test_killed_without_warning_then_resumed_from_the_command_line(tmp_path):
     running = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     metrics = tmp_path / "cut" / record.METRICS
     deadline = time.monotonic() + 120
-    while not (metrics.exists() and metrics.read_text().count("\n") >= 4):
+    while not (metrics.exists() and metrics.read_text().count("\n") >= 3):
         assert running.poll() is None, "the run ended before it could be killed"
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -158,9 +167,9 @@ def test_killed_without_warning_then_resumed_from_the_command_line(tmp_path):
     assert running.wait() == -signal.SIGKILL
     killed = load_run(tmp_path / "cut")
     assert killed.summary["status"] == "running"
-    assert len(killed.epochs) < 30
+    assert len(killed.epochs) < 10
     subprocess.run([sys.executable, "-m", "rkfac_lab.cli", "train", str(tmp_path / "cut"), "--resume"], check=True)
-    whole = train.run(configuration("checkpoint_seconds=0", epochs=30), tmp_path / "whole")
+    whole = train.run(configuration("checkpoint_seconds=0", epochs=10), tmp_path / "whole")
     resumed = load_run(tmp_path / "cut")
     assert numbers(resumed) == numbers(whole)
     assert resumed.summary["status"] == "finished"
@@ -259,7 +268,7 @@ def test_threads_are_set_for_the_run_and_restored(tmp_path):
 
 def test_unusable_device_is_said():
     with pytest.raises(LabError, match="device 'abacus' cannot be used"):
-        train._device("abacus")
+        machine.device("abacus")
 
 
 def test_tensorboard_holds_the_same_numbers(tmp_path):

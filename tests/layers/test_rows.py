@@ -31,7 +31,7 @@ def test_the_sum_over_rows_is_autograds_gradient(case: Case) -> None:
     module, x, g = differentiated(case)
     adapter = adapter_for(module)
     if isinstance(adapter, UnitAdapter):
-        found = adapter.unit_gradients(module, x, g).sum(0)
+        found = adapter.unit_gradients(module, x, g, "expand").sum(0)
         gradients = [module.weight.grad, module.bias.grad] if adapter.has_bias(module) else [module.weight.grad]
         torch.testing.assert_close(found, torch.stack([t.flatten() for t in gradients], dim=-1))
         return
@@ -53,7 +53,7 @@ def test_the_declared_factor_shapes_are_those_of_the_rows(case: Case) -> None:
     module, x, g = differentiated(case)
     adapter = adapter_for(module)
     if isinstance(adapter, UnitAdapter):
-        units = adapter.unit_gradients(module, x, g).shape
+        units = adapter.unit_gradients(module, x, g, "expand").shape
         assert units[1:] == (module.weight.numel(), 1 + adapter.has_bias(module))
         return
     assert isinstance(adapter, KroneckerAdapter)
@@ -106,10 +106,16 @@ def test_unit_gradients_are_those_of_single_samples() -> None:
         module, x, g = differentiated(case)
         if x.ndim == len(getattr(module, "normalized_shape", ())):
             continue
-        found = adapter_for(module).unit_gradients(module, x, g)
+        found = adapter_for(module).unit_gradients(module, x, g, "reduce")
         for n in range(len(x)):
             alone = torch.autograd.grad(module(x[n : n + 1]), list(module.parameters()), g[n : n + 1])
             torch.testing.assert_close(found[n], torch.stack([t.flatten() for t in alone], dim=-1))
+
+
+@each_case
+def test_a_call_explains_the_gradient_of_its_weight(case: Case) -> None:
+    module, x, g = differentiated(case)
+    torch.testing.assert_close(adapter_for(module).gradient(module, x, g), module.weight.grad)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -119,7 +125,7 @@ def test_rows_of_half_precision_inputs_are_float32(dtype: torch.dtype) -> None:
     assert rows.dtype == torch.float32
     linear, norm = nn.Linear(4, 3), nn.LayerNorm(4)
     assert adapter_for(linear).output_rows(linear, half, half, "expand").dtype == torch.float32
-    assert adapter_for(norm).unit_gradients(norm, half, half).dtype == torch.float32
+    assert adapter_for(norm).unit_gradients(norm, half, half, "expand").dtype == torch.float32
 
 
 def test_a_frozen_bias_takes_no_part() -> None:

@@ -36,7 +36,7 @@ def test_the_paper_preset_says_what_section_5_and_its_experiments_say() -> None:
         "damping": 0.1,
         "damping_rule": "factored",
         "relative_damping": True,
-        "factor_start": "identity",
+        "factor_start": "paper",
         "rank": 220,
         "oversampling": 10,
         "power_iterations": 4,

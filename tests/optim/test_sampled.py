@@ -135,11 +135,52 @@ def test_a_model_that_returns_a_dictionary_trains_with_sample_fisher() -> None:
     assert_same_parameters(inner, plain, exactly=True)
 
 
-def test_a_dictionary_without_sample_fisher_is_refused_and_says_what_to_call() -> None:
-    model = Wrapped(mlp())
+class Answer:
+    """As Hugging Face's models return: attributes, not a tensor."""
+
+    def __init__(self, **values: Tensor) -> None:
+        self.__dict__.update(values)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda y: {"logits": y, "hidden": 2 * y},
+        lambda y: {"scores": y},
+        lambda y: (y, "a note"),
+        lambda y: Answer(logits=y, hidden=2 * y),
+    ],
+    ids=["dictionary", "only tensor of a dictionary", "only tensor of a tuple", "attribute"],
+)
+def test_logits_are_found_in_what_models_return(wrap: Any) -> None:
+    class Model(Wrapped):
+        def forward(self, x: Tensor) -> Any:
+            self.logits = self.inner(x)
+            return wrap(self.logits)
+
+    inner = mlp()
+    model, plain = Model(inner), twin(inner)
+    optimizer, reference = rkfac.KFAC(model, **EVERY), rkfac.KFAC(plain, **EVERY)
+    for x, y in (rows() for _ in range(3)):
+        optimizer.zero_grad()
+        model(x)
+        F.cross_entropy(model.logits, y).backward()
+        optimizer.step()
+        step(plain, reference, (x, y))
+    assert updates(optimizer) == {3}
+    assert_same_parameters(inner, plain, exactly=True)
+
+
+def test_an_output_that_cannot_be_read_is_refused_and_says_what_to_call() -> None:
+    class Two(Wrapped):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            y = self.inner(x)
+            return {"one": y, "two": 2 * y}
+
+    model = Two(mlp())
     optimizer = rkfac.KFAC(model, **EVERY)
     start, (x, y) = parameters(model), rows()
-    F.cross_entropy(model(x)["logits"], y).backward()
+    F.cross_entropy(model(x)["one"], y).backward()
     with pytest.raises(TypeError, match=r"dict.*sample_fisher"):
         optimizer.step()
     assert all(torch.equal(value, start[name]) for name, value in parameters(model).items())
@@ -165,18 +206,21 @@ def test_sample_fisher_belongs_to_the_sampled_fisher() -> None:
 
 def test_an_output_with_ambiguous_classes_is_refused() -> None:
     model = nn.Sequential(nn.Linear(6, 4)).double()
-    rkfac_optimizer = rkfac.KFAC(model, **EVERY)
+    optimizer = rkfac.KFAC(model, **EVERY)
+    start = parameters(model)
+    model(torch.randn(3, 5, 6, dtype=torch.float64)).sum().backward()
     with pytest.raises(ValueError, match="class_dim"):
-        model(torch.randn(3, 5, 6, dtype=torch.float64))
-    rkfac_optimizer.close()
+        optimizer.step()
+    assert all(torch.equal(value, start[name]) for name, value in parameters(model).items())
 
 
 def test_steps_without_statistics_draw_nothing() -> None:
     model = mlp()
-    optimizer = rkfac.KFAC(model, fisher="mc", factor_every=3, inverse_every=3)
+    source = torch.Generator().manual_seed(1)
+    optimizer = rkfac.KFAC(model, fisher="mc", factor_every=3, inverse_every=3, generator=source)
     train(model, optimizer, [rows()])
-    drawn = optimizer.state_dict()["curvature"]["generator"]
+    drawn = source.get_state()
     train(model, optimizer, [rows() for _ in range(2)])
-    assert torch.equal(optimizer.state_dict()["curvature"]["generator"], drawn)
+    assert torch.equal(source.get_state(), drawn)
     train(model, optimizer, [rows()])
-    assert not torch.equal(optimizer.state_dict()["curvature"]["generator"], drawn)
+    assert not torch.equal(source.get_state(), drawn)

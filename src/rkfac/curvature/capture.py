@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -21,18 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from rkfac import compat
-
-BROKEN_GRAPH = (
-    "rkfac collects statistics here. Hand the compiled model to the optimizer, RSKFAC(torch.compile(model), ...): it then "
-    "runs statistics steps without the graph and leaves all others whole"
-)
-
-
-class Removable(Protocol):
-    """A hook that is in place."""
-
-    def remove(self) -> None:
-        """Take it out."""
+from rkfac.curvature.hooks import BROKEN_GRAPH, Hook, Removable, first_tensor, full_precision
 
 
 class Observer(Protocol):
@@ -303,46 +292,7 @@ def _dropped(counted: tuple[Tensor, int], gradient: Tensor | None) -> bool:
     return gradient._version != version and not bool(gradient.any())  # scaled or clipped is not dropped
 
 
-@contextmanager
-def full_precision(devices: Iterable[torch.device]) -> Iterator[None]:
-    """No autocast: curvature is computed in float32 or better also when the whole step stands inside an autocast."""
-    with ExitStack() as stack:
-        for kind in {device.type for device in devices}:
-            if torch.amp.is_autocast_available(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
-        yield
-
-
 # --- hooks
-
-
-class _Inert:
-    """What a hook becomes in a copied or unpickled model: nothing. The copy is not the model being optimized."""
-
-    def __call__(self, *_: Any) -> None:
-        return None
-
-
-class NotScriptableError(AttributeError):
-    """torch.jit.script compiles a model's hooks, and these are not for it."""
-
-
-class Hook:
-    """A hook that does not travel with copies of the model."""
-
-    def __init__(self, capture: Capture) -> None:
-        self.capture = capture
-
-    def __reduce__(self) -> tuple[type[_Inert], tuple[()]]:
-        return _Inert, ()
-
-    @property
-    def __name__(self) -> str:
-        """Asked for by torch.jit.script alone."""
-        raise NotScriptableError(
-            "a model cannot be scripted while an rkfac optimizer watches it: script it inside "
-            "`with optimizer.unhooked():`, or after optimizer.close()"
-        )
 
 
 class _RootHook(Hook):
@@ -387,18 +337,6 @@ def _called(capture: Capture, watched: Watched, module: nn.Module, inputs: tuple
 # Hooks have side effects: Dynamo must run them, not trace them.
 _begin = compat.out_of_graphs(_begin, BROKEN_GRAPH)
 _called = compat.out_of_graphs(_called, BROKEN_GRAPH)
-
-
-def first_tensor(values: Iterable[Any]) -> Tensor | None:
-    """The first tensor among arguments, one level inside lists, tuples and dicts."""
-    for value in values:
-        if isinstance(value, Tensor):
-            return value
-        inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-        for item in inner:
-            if isinstance(item, Tensor):
-                return item
-    return None
 
 
 def close_with(owner: object, capture: Capture) -> None:

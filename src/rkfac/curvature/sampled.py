@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from rkfac import compat
-from rkfac.curvature.capture import BROKEN_GRAPH, Call, Capture, Hook, Observer, Pass, Watched, full_precision
+from rkfac.curvature.capture import Call, Capture, Observer, Pass, Watched
 from rkfac.curvature.fisher import Likelihood
+from rkfac.curvature.hooks import BROKEN_GRAPH, Hook, full_precision
 from rkfac.curvature.randomness import Randomness
 
 ADVICE = "call optimizer.sample_fisher(logits) after each forward"

@@ -139,6 +139,7 @@ class _Short(Preconditioner):
     def __init__(self, G: LowRank, A: LowRank, m: Multipliers) -> None:
         self.G, self.A, self.scale = G, A, m.scale
         self.both, self.output, self.input, self.rest = (t.to(G.U) for t in (m.both, m.output, m.input, m.rest))
+        self.plain = m.rest.ndim == 0 and float(m.rest) == 1.0  # as nearly always: then J itself stays as it is
 
     def solve(self, J: Tensor, j: Tensor | None) -> Solution:
         matrix, size = _joined(J, j, self.G.U.dtype)
@@ -159,7 +160,7 @@ class _Short(Preconditioner):
                 top = (self.output - self.rest[..., None])[..., :, None] * P + (K * corner) @ U_A.mT
                 left = torch.cat([U_G, R * (self.input - self.rest[..., None])[..., None, :]], dim=-1)
                 add = torch.Tensor.addmm_ if matrix.ndim == 2 else torch.Tensor.baddbmm_
-                S = add(matrix.mul_(rest), left, torch.cat([top, U_A.mT], dim=-2))
+                S = add(matrix if self.plain else matrix.mul_(rest), left, torch.cat([top, U_A.mT], dim=-2))
         return Solution(S, self.scale * size)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from rkfac.curvature.block import Block, Group
-from rkfac.curvature.capture import full_precision
+from rkfac.curvature.hooks import full_precision
 from rkfac.optim.arguments import POSITIVE
 
 

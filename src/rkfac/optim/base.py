@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -13,19 +11,21 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from rkfac.curvature.block import Block, KroneckerBlock, Settings, UnitBlock
-from rkfac.curvature.capture import Capture, close_with, full_precision
+from rkfac.curvature.capture import Capture, close_with
 from rkfac.curvature.fisher import Likelihood
+from rkfac.curvature.hooks import full_precision
 from rkfac.curvature.sampled import SampledCapture
 from rkfac.layers import Adapter, KroneckerAdapter, UnitAdapter
 from rkfac.optim import memory
 from rkfac.optim.adaptive import LevenbergMarquardt, Watch
 from rkfac.optim.amp import loss_scale
 from rkfac.optim.arguments import check_group
+from rkfac.optim.collecting import commit, notice_unseen, retire
 from rkfac.optim.compiled import run_eagerly, unwrapped
 from rkfac.optim.coverage import Choice, cover, owners_of, refuse_processes, refuse_sharded, warn_of_little
 from rkfac.optim.gate import Gate
 from rkfac.optim.moves import apply, planned
-from rkfac.optim.report import LayerReport, Spectra, covered_layer, listed, spectra, uncovered_layer
+from rkfac.optim.report import LayerReport, Spectra, covered_layer, described, listed, spectra, uncovered_layer
 
 
 class CurvatureOptimizer(torch.optim.Optimizer):
@@ -167,8 +167,11 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             self._discard()
             return loss
         with full_precision(p.device for p in self._all_parameters()):
-            self._inspect()
-            self._commit(scaled if isinstance(scaled, Tensor) else None)
+            collecting = self._capture.active
+            retire(self._blocks.values(), self._capture, owners_of(self._model) if collecting else None)
+            if collecting:
+                notice_unseen(self._blocks.values(), self._capture, self._group)
+            commit(self._blocks.values(), self._group, scaled if isinstance(scaled, Tensor) else None, self._gate)
             self._refresh()
             watch = self._watched()
             self._update()
@@ -195,59 +198,6 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         if any(p.grad is not None and p.grad.is_sparse for p in self._all_parameters()):
             raise RuntimeError("sparse gradients are not supported: build nn.Embedding with sparse=False")
 
-    def _inspect(self) -> None:
-        """Retire layers whose statistics cannot describe their weight any more; notice layers nobody sees."""
-        assert self._capture is not None
-        collecting = self._capture.active
-        owners = owners_of(self._model) if collecting else None
-        unseen = []
-        for block in self._blocks.values():
-            tied = owners is not None and owners[id(block.weight)] > 1
-            why = block.trouble or self._capture.foreign(block) or ("its weight was tied to another's" if tied else "")
-            if why and not block.retired:
-                block.retired = why
-                block.discard()
-                if not self._capture.foreign(block):  # that was said when it was found
-                    warnings.warn(f"layer {block.name!r} trains by the fallback rule from now on: {why}", stacklevel=4)
-            if not collecting or not block.wanted or block.retired or block.weight.grad is None:
-                continue
-            block.missed = block.missed + 1 if self._capture.unseen(block) else 0
-            if block.missed == (2 if block.observed else self._group(block)["factor_every"]):
-                unseen.append(block.name)
-        if unseen:
-            warnings.warn(
-                f"{listed(unseen)} got gradients, but no call of theirs was seen: they train by the fallback rule. Either a "
-                "graph was compiled before the optimizer was built (hand the compiled model to the optimizer, or compile "
-                "after building it), or another object than the model given to the optimizer is being trained.",
-                stacklevel=4,
-            )
-
-    def _commit(self, scale: Tensor | None) -> None:
-        """Pending statistics enter the averages, unless they hold NaN or Inf. One synchronisation a statistics step."""
-        assert self._capture is not None
-        for block in self._blocks.values():
-            if block.weight.grad is None and not block.pending.empty:
-                block.discard()  # its gradient was dropped
-        waiting = [block for block in self._blocks.values() if not block.pending.empty]
-        if not waiting:
-            return
-        readings = [block.pending.readings() for block in waiting]
-        device = readings[0][0].device
-        extra = [*([] if scale is None else [scale.double().reshape(())]), *self._gate.readings()]
-        numbers = torch.stack([t.to(device) for t in (*extra, *chain.from_iterable(readings))]).tolist()
-        factor = 1.0 if scale is None else numbers.pop(0)
-        held = len(self._gate.readings())
-        self._gate.settle(numbers[:held])
-        self._gate.report()
-        numbers = numbers[held:]
-        refused = []
-        for block, own in zip(waiting, readings, strict=True):
-            if not block.commit(self._group(block), numbers[: len(own)], factor):
-                refused.append(block.name)
-            numbers = numbers[len(own) :]
-        if refused:
-            warnings.warn(f"statistics with NaN or Inf were left out for {listed(refused)}", stacklevel=4)
-
     def _refresh(self) -> None:
         for block in self._blocks.values():
             due = self._step % self._group(block)["inverse_every"] == 0
@@ -257,7 +207,8 @@ class CurvatureOptimizer(torch.optim.Optimizer):
 
     def _update(self) -> None:
         """All directions are made before any parameter moves: an error on the way leaves the model as it was."""
-        moves = planned(self._blocks.values(), self.param_groups, self.state, self._fallback, self._gate)
+        names = {id(p): name for name, p in self._model.named_parameters()}
+        moves = planned(self._blocks.values(), self.param_groups, names, self._fallback, self._gate)
         self._gate.report()
         for move in moves:
             apply(move, self.state, self._step)
@@ -366,22 +317,15 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         return spectra(self._blocks, name)
 
     def __repr__(self) -> str:
-        kinds = " and ".join(f"{count} {kind} layers" for kind, count in self._kinds().items()) or "no layers"
-        covered = sum(p.numel() for block in self._blocks.values() for p in block.parameters)
-        total = sum(p.numel() for p in self._all_parameters() if not isinstance(p, UninitializedParameter))
+        """What a person wants to know of it."""
         first = {k: v for k, v in self.param_groups[0].items() if k not in ("params", "param_names")}
+        total = sum(p.numel() for p in self._all_parameters() if not isinstance(p, UninitializedParameter))
         lines = [
             f"{type(self).__name__}(",
-            f"  {kinds} hold {covered:,} of {total:,} parameters;",
+            f"  {described(self._blocks.values())} of {total:,} parameters;",
             f"  the rest trains by {self._fallback!r}" + (f" ({listed(self._reasons)})" if self._reasons else ""),
             f"  {self._settings.decomposition!r}, damping {self._settings.damping!r}, step {self._step}",
             "  " + ", ".join(f"{k}={v}" for k, v in first.items()),
             ")",
         ]
         return "\n".join(lines)
-
-    def _kinds(self) -> dict[str, int]:
-        counts: dict[str, int] = {}
-        for block in self._blocks.values():
-            counts[block.kind] = counts.get(block.kind, 0) + 1
-        return counts

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from rkfac import compat
-from rkfac.curvature.capture import Capture, Hook
+from rkfac.curvature.capture import Capture
+from rkfac.curvature.hooks import Hook
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -50,7 +50,7 @@ class Gate:
                 f"the update of {listed(refused)} was NaN, Inf or beyond all numbers {times} times in a row. Model and "
                 "optimizer are intact: save them, then lower the learning rate, raise the damping or look at the loss."
             )
-        warnings.warn(f"updates with NaN or Inf were left out for {listed(refused)}", stacklevel=4)
+        warnings.warn(f"updates with NaN or Inf were left out for {listed(refused)}", stacklevel=6)
 
     # --- other devices
 

@@ -42,9 +42,13 @@ Move = Preconditioned | Plain
 
 
 def planned(
-    blocks: Iterable[Block], groups: Sequence[dict[str, Any]], state: State, fallback: str, gate: Gate
+    blocks: Iterable[Block],
+    groups: Sequence[dict[str, Any]],
+    names: Mapping[int, str],
+    fallback: str,
+    gate: Gate,
 ) -> list[Move]:
-    """All moves of one step; what is not finite takes no part."""
+    """All moves of one step; what is not finite takes no part. `names` are those of the parameters, by identity."""
     group_of: dict[int, Group] = {id(p): group for group in groups for p in group["params"]}
     covered: set[int] = set()
     held: dict[int, float] = {}  # largest RMS of layers that wait for their first basis
@@ -59,7 +63,7 @@ def planned(
             continue
         covered.update(id(p) for p in block.parameters)
         made.append((block, _preconditioned(block, group, group_of, gate)))
-    return [*_held_together(made, groups[0]["kl_clip"]), *_plain(groups, covered, held, fallback, gate)]
+    return [*_held_together(made, groups[0]["kl_clip"]), *_plain(groups, names, covered, held, fallback, gate)]
 
 
 def _preconditioned(block: Block, group: Group, group_of: Mapping[int, Group], gate: Gate) -> Preconditioned:
@@ -94,15 +98,22 @@ def _held_together(made: Sequence[tuple[Block, Preconditioned]], bound: float | 
 
 
 def _plain(
-    groups: Sequence[dict[str, Any]], covered: set[int], held: Mapping[int, float], fallback: str, gate: Gate
+    groups: Sequence[dict[str, Any]],
+    names: Mapping[int, str],
+    covered: set[int],
+    held: Mapping[int, float],
+    fallback: str,
+    gate: Gate,
 ) -> list[Move]:
     moves: list[Move] = []
-    for number, group in enumerate(groups):
-        for index, p in enumerate(group["params"]):
+    for group in groups:
+        for p in group["params"]:
             if p.grad is None or id(p) in covered:
                 continue
             gradient = torch.view_as_real(p.grad) if p.grad.is_complex() else p.grad
-            passed = gate.passes(f"parameter {index} of group {number}", moderate(gradient, fallback == "adamw"))
+            passed = gate.passes(
+                names.get(id(p), "a parameter outside the model"), moderate(gradient, fallback == "adamw")
+            )
             kept = p.grad if passed is True else torch.where(torch.as_tensor(passed, device=p.device), p.grad, 0)
             factor: Tensor | float = group["fallback_scale"]
             clip = update.rms_clip(_length(kept), kept.numel(), held.get(id(p)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -87,6 +88,14 @@ def spectra(blocks: Mapping[str, Block], name: str) -> Spectra:
     if name not in two_sided:
         raise ValueError(f"no preconditioned layer is called {name!r}; there are {listed(two_sided)}")
     return Spectra(*two_sided[name].spectra())
+
+
+def described(blocks: Iterable[Block]) -> str:
+    """How many layers of which kind, and how many parameters they hold."""
+    blocks = list(blocks)
+    counts = Counter(block.kind for block in blocks)
+    kinds = " and ".join(f"{count} {kind} layers" for kind, count in counts.items()) or "no layers"
+    return f"{kinds} hold {sum(p.numel() for block in blocks for p in block.parameters):,}"
 
 
 def listed(names: Iterable[str], most: int = 5) -> str:

@@ -55,6 +55,12 @@ class Batches:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken."""
-        self.permutation, self.position = state["permutation"], state["position"]
+        """Continue where `state_dict` was taken; an order of other samples is refused."""
+        permutation, position = state["permutation"], state["position"]
+        samples = torch.arange(len(self.x))
+        if len(permutation) and not torch.equal(permutation.sort().values, samples):
+            raise ValueError(f"the order of the samples is not one of {len(self.x)} samples")
+        if not 0 <= position <= len(permutation):
+            raise ValueError(f"position {position} in an order of {len(permutation)} samples")
+        self.permutation, self.position = permutation, position
         self.generator.set_state(state["generator"])

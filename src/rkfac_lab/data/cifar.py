@@ -12,12 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .. import disk
 from ..errors import LabError
 from .base import Dataset, Sources, damaged, folders, missing
 
 NAME = "cifar10"
 PIXELS = 3 * 32 * 32
 RECORD = 1 + PIXELS
+LARGEST = 1 << 28  # bytes of one batch; the real ones have 31 million
 TRAIN = tuple(f"data_batch_{number}" for number in range(1, 6))
 TEST = "test_batch"
 
@@ -68,11 +70,14 @@ def _array(stored: Any) -> np.ndarray[Any, Any]:
 
 def read_python(path: Path) -> tuple[Tensor, Tensor]:
     """Images (n, 3, 32, 32) uint8 and labels int64 of one batch of the python layout."""
+    content = disk.read(path, LARGEST)
     try:
-        batch = _CifarUnpickler(io.BytesIO(path.read_bytes()), encoding="bytes").load()
+        batch = _CifarUnpickler(io.BytesIO(content), encoding="bytes").load()
         fields = {key.decode() if isinstance(key, bytes) else key: value for key, value in batch.items()}
         images = _array(fields["data"])
-        labels = np.asarray([int(label) for label in fields["labels"]], dtype=np.int64)
+        if not all(type(label) is int for label in fields["labels"]):
+            raise ValueError("the labels are not whole numbers")
+        labels = np.asarray(fields["labels"], dtype=np.int64)
         images = images.reshape(len(labels), 3, 32, 32)
     except LabError as refusal:
         raise LabError(
@@ -86,7 +91,7 @@ def read_python(path: Path) -> tuple[Tensor, Tensor]:
 
 def read_binary(path: Path) -> tuple[Tensor, Tensor]:
     """Images (n, 3, 32, 32) uint8 and labels int64 of one batch of the binary layout."""
-    content = np.fromfile(path, dtype=np.uint8)
+    content = np.frombuffer(disk.read(path, LARGEST), dtype=np.uint8).copy()
     if not len(content) or len(content) % RECORD:
         raise damaged(path, f"{len(content)} bytes, not a whole number of {RECORD}-byte records", NAME)
     records = torch.from_numpy(content.reshape(-1, RECORD))
@@ -94,8 +99,12 @@ def read_binary(path: Path) -> tuple[Tensor, Tensor]:
 
 
 def _checked(path: Path, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    if labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) <= 9:
+    if not labels.numel():
+        raise damaged(path, "it holds no image", NAME)
+    if not 0 <= int(labels.min()) <= int(labels.max()) <= 9:
         raise damaged(path, f"labels {int(labels.min())}..{int(labels.max())} where 0..9 are possible", NAME)
+    if int(images.min()) == int(images.max()):
+        raise damaged(path, "all its pixels are the same", NAME)
     return images, labels
 
 

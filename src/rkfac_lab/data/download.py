@@ -18,11 +18,15 @@ from pathlib import Path, PurePosixPath
 
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
+from .. import disk
 from ..errors import LabError, unknown
+from ..lock import locked
 
 CHUNK = 1 << 16
 ATTEMPTS = 5
 TIMEOUT = 30.0
+UNPACKING = ".unpack-"
+LARGEST = 1 << 30  # bytes an archive may unpack to; CIFAR-10 has 184 million
 PAUSE = 1.0  # seconds before trying again after a cut connection
 
 
@@ -79,6 +83,19 @@ def get(name: str, root: Path, catalogue: Mapping[str, RemoteDataset] = CATALOGU
         raise unknown("dataset", name, catalogue)
     dataset = catalogue[name]
     target = root / dataset.folder
+    with locked(root):
+        _sweep(root)
+        _get_files(dataset, root, target)
+    return target
+
+
+def _sweep(root: Path) -> None:
+    """Delete what a killed `unpack` left; partial downloads stay, to be continued."""
+    for path in root.glob(f"{UNPACKING}*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _get_files(dataset: RemoteDataset, root: Path, target: Path) -> None:
     for file in dataset.files:
         if file.is_archive:
             if not target.exists():
@@ -87,12 +104,11 @@ def get(name: str, root: Path, catalogue: Mapping[str, RemoteDataset] = CATALOGU
                 archive.unlink()
         elif not (target / file.name).exists():
             fetch(file, target)
-    return target
 
 
 def fetch(file: RemoteFile, folder: Path) -> Path:
     """Download into `folder`: continues a partial file, checks the MD5 sum, then renames; keeps a file put by hand."""
-    folder.mkdir(parents=True, exist_ok=True)
+    disk.make_folder(folder)
     final, partial = folder / file.name, folder / f"{file.name}.part"
     if final.exists() and _md5(final) == file.md5:
         return final
@@ -140,9 +156,12 @@ def _continue(url: str, partial: Path, report: Callable[[int, int | None], None]
         length = response.headers.get("Content-Length")
         total = None if length is None else start + int(length)
         done = start
-        with open(partial, "ab" if start else "wb") as out:
+        with disk.trouble(partial):
+            out = open(partial, "ab" if start else "wb")  # noqa: SIM115  (closed below)
+        with out:
             while chunk := response.read(CHUNK):
-                out.write(chunk)
+                with disk.trouble(partial):  # trouble of ours, which trying again would not mend
+                    out.write(chunk)
                 done += len(chunk)
                 report(done, total)
     return total is None or done >= total
@@ -173,12 +192,16 @@ def _md5(path: Path) -> str:
 
 def unpack(archive: Path, target: Path) -> None:
     """Unpack the folder `target.name` of a tar archive to `target`; takes plain files inside it and nothing else."""
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".unpack-") as temporary:
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=UNPACKING) as temporary:
         ready = Path(temporary) / target.name
         ready.mkdir()
         try:
             with tarfile.open(archive) as tar:
+                unpacked = 0
                 for member in tar:
+                    unpacked += member.size
+                    if unpacked > LARGEST:
+                        raise LabError(f"{archive} unpacks to more than {LARGEST} bytes: not unpacked; delete it.")
                     parts = PurePosixPath(member.name).parts
                     if member.isdir():
                         continue

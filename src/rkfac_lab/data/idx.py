@@ -7,38 +7,53 @@ import math
 import struct
 import zlib
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from .. import disk
 from .base import Dataset, Sources, damaged, folders, missing
 
 NAME = "fashion-mnist"
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")  # where Debian's package dataset-fashion-mnist puts it
 STEMS = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 UNSIGNED_BYTE = 8
+SIDE = 28
+LARGEST = 1 << 28  # bytes of one file's data; the largest real one has 47 million
 
 
 def read_idx(path: Path, dataset: str = NAME) -> Tensor:
-    """The uint8 tensor stored in an IDX file; damaged files are refused in one sentence."""
+    """The uint8 tensor stored in an IDX file; damaged files are refused in one sentence, none is unpacked beyond its size."""
     try:
-        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    except (OSError, EOFError, zlib.error) as error:
+        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
+            return _read_tensor(path, file, dataset)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise damaged(path, f"its gzip stream cannot be read: {error}", dataset) from error
-    if len(content) < 4 or content[:2] != b"\0\0":
+    except OSError as error:
+        raise disk.sentence(path, "read", error) from error
+
+
+def _read_tensor(path: Path, file: BinaryIO | gzip.GzipFile, dataset: str) -> Tensor:
+    start = file.read(4)
+    if len(start) < 4 or start[:2] != b"\0\0":
         raise damaged(path, "it does not begin as an IDX file does", dataset)
-    kind, axes = content[2], content[3]
+    kind, axes = start[2], start[3]
     if kind != UNSIGNED_BYTE:
         raise damaged(path, f"element type {kind:#04x} instead of unsigned bytes", dataset)
-    header = 4 + 4 * axes
-    if len(content) < header:
+    sizes = file.read(4 * axes)
+    if len(sizes) < 4 * axes:
         raise damaged(path, "its header is cut short", dataset)
-    shape = struct.unpack(f">{axes}I", content[4:header])
+    shape = struct.unpack(f">{axes}I", sizes)
     expected = math.prod(shape)
-    if len(content) - header != expected:
-        raise damaged(path, f"{len(content) - header} bytes of data instead of {expected}", dataset)
-    return torch.from_numpy(np.frombuffer(content, dtype=np.uint8, offset=header).reshape(shape).copy())
+    if not 0 < expected <= LARGEST:
+        raise damaged(path, f"{expected} bytes of data announced, where 1 to {LARGEST} are possible", dataset)
+    content = file.read(expected + 1)  # a stream that goes on is not unpacked to its end
+    if len(content) != expected:
+        found = str(len(content)) if len(content) < expected else f"more than {expected}"
+        raise damaged(path, f"{found} bytes of data instead of {expected}", dataset)
+    return torch.from_numpy(np.frombuffer(content, dtype=np.uint8).reshape(shape).copy())
 
 
 def _find(stem: str, places: list[Path]) -> Path | None:
@@ -67,6 +82,8 @@ def fashion_mnist(sources: Sources) -> Dataset:
         wanted = 3 if "images" in stem else 1
         if tensor.dim() != wanted:
             raise damaged(path, f"{tensor.dim()} axes instead of {wanted}", NAME)
+        if wanted == 3 and tensor.shape[1:] != (SIDE, SIDE):
+            raise damaged(path, f"images of {tuple(tensor.shape[1:])} pixels instead of {SIDE} by {SIDE}", NAME)
         if tensors and wanted == 1 and len(tensor) != len(tensors[-1]):
             raise damaged(path, f"{len(tensor)} labels for {len(tensors[-1])} images", NAME)
         if wanted == 1 and tensor.numel() and int(tensor.max()) > 9:

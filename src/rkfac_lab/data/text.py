@@ -67,6 +67,8 @@ def text(sources: Sources) -> Dataset:
         raise LabError(
             f"The text file {sources.text_file} has {len(content)} characters; name one of at least {40 * CONTEXT}."
         )
+    if len(set(content)) < 2:
+        raise LabError(f"The text file {sources.text_file} repeats one character; name a text that can be learned.")
     symbols, vocabulary = encode(content)
     cut = int(len(symbols) * (1 - TEST_SHARE))
     return Dataset(*windows(symbols[:cut]), *windows(symbols[cut:]), classes=vocabulary)

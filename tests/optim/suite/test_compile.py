@@ -93,20 +93,89 @@ def test_a_graph_first_traced_on_a_step_without_statistics(make: Any, draw: Any,
     assert_same_parameters(running, model)
 
 
-@pytest.mark.xfail(strict=True, reason="Dynamo gives up on the frames of a hooked module once a hook broke their graph")
-def test_steps_without_statistics_run_unbroken() -> None:
-    """Graphs break on statistics steps only: between them the whole forward is one graph."""
+def graphs_of(running_of: Any, fullgraph: bool, optimizer_sees_it: bool) -> tuple[int, int, rkfac.KFAC]:
+    """How many graphs were traced by the first step, which collects statistics, and by the three after it."""
     model = reader()
-    optimizer = rkfac.KFAC(model, factor_every=100, inverse_every=100)
     graphs = []
 
     def counting(graph: Any, example: Any) -> Any:
         graphs.append(graph)
         return graph.forward
 
-    running: Any = torch.compile(model, backend=counting)
+    if running_of == "wrapped":
+        running: Any = torch.compile(model, backend=counting, fullgraph=fullgraph)
+        optimizer = rkfac.KFAC(running if optimizer_sees_it else model, factor_every=100, inverse_every=100)
+    else:
+        model.compile(backend=counting, fullgraph=fullgraph)
+        running = model
+        optimizer = rkfac.KFAC(model, factor_every=100, inverse_every=100)
     train(running, optimizer, [sentences()])
-    assert len(graphs) > 1
-    graphs.clear()
+    first = len(graphs)
     train(running, optimizer, [sentences() for _ in range(3)])
-    assert len(graphs) == 1
+    return first, len(graphs) - first, optimizer
+
+
+@pytest.mark.parametrize("way", ["wrapped", "in place"])
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_steps_without_statistics_run_one_unbroken_graph(way: str, fullgraph: bool) -> None:
+    """Statistics steps run without the graph, so that nothing is broken, skipped or traced again."""
+    first, after, optimizer = graphs_of(way, fullgraph, True)
+    assert (first, after) == (0, 1)
+    assert updates(optimizer) == {1}
+
+
+def test_a_graph_traced_before_the_optimizer_existed_does_no_harm() -> None:
+    model = mlp()
+    other, batches = twin(model), [rows() for _ in range(4)]
+    running: Any = torch.compile(other, backend="eager", fullgraph=True)
+    running(batches[0][0]).sum().backward()
+    other.zero_grad()
+    optimizer, plain = rkfac.KFAC(running, **EVERY), rkfac.KFAC(model, **EVERY)
+    train(running, optimizer, batches)
+    train(model, plain, batches)
+    assert_same_averages(optimizer, plain)
+    assert_same_parameters(running, model)
+
+
+def test_other_peoples_graphs_are_left_alone() -> None:
+    traced = []
+
+    def counting(graph: Any, example: Any) -> Any:
+        traced.append(graph)
+        return graph.forward
+
+    theirs: Any = torch.compile(torch.nn.Linear(6, 2).double(), backend=counting)
+    theirs(rows()[0])
+    model = mlp()
+    running: Any = torch.compile(model, backend="eager")
+    train(running, rkfac.KFAC(running, **EVERY), [rows() for _ in range(3)])
+    theirs(rows()[0])
+    assert len(traced) == 1
+
+
+def test_layers_that_nobody_sees_are_named_loudly() -> None:
+    """The optimizer got the plain model, and a graph of it was traced before: its hooks never run."""
+    model = mlp()
+    running: Any = torch.compile(model, backend="eager")
+    running(rows()[0]).sum().backward()
+    model.zero_grad()
+    optimizer = rkfac.KFAC(model, factor_every=3, inverse_every=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(running, optimizer, [rows() for _ in range(2)])
+    with pytest.warns(UserWarning, match=r"'0', '2', '4'.*compiled model to the optimizer"):
+        train(running, optimizer, [rows()])
+    assert all("no call of it was seen" in record.reason for record in optimizer.report())
+
+
+def test_regions_that_were_compiled_alone_are_seen() -> None:
+    model, other = mlp(), None
+    other = twin(model)
+    other[2] = torch.compile(other[2], backend="eager", fullgraph=True)  # type: ignore[index]
+    batches = [rows() for _ in range(4)]
+    optimizer, plain = rkfac.KFAC(other, **EVERY), rkfac.KFAC(model, **EVERY)
+    train(other, optimizer, batches)
+    train(model, plain, batches)
+    for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+    assert updates(optimizer) == {2}

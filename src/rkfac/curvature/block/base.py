@@ -199,7 +199,7 @@ class Block(ABC):
                         "optimizer are intact: save them, then raise the damping, lower the learning rate or exclude it."
                     ) from error
                 kept = "its previous basis is kept" if self.ready else "it trains by the fallback rule meanwhile"
-                warnings.warn(f"layer {self.name!r}: decomposition failed ({error}); {kept}", stacklevel=2)
+                warnings.warn(f"layer {self.name!r}: decomposition failed ({error}); {kept}", stacklevel=6)
                 return
         self.failures = 0
         self.version += 1

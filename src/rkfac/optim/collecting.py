@@ -1,0 +1,80 @@
+"""What a statistics step does before it refreshes: who is still to be trusted, who was not seen, what enters the averages."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Collection
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rkfac.curvature.block import Block
+from rkfac.curvature.capture import Capture
+from rkfac.optim.gate import Gate
+from rkfac.optim.report import listed
+
+GroupOf = Callable[[Block], dict[str, Any]]
+CALLER = 5  # frames from here to the line that called optimizer.step()
+
+
+def retire(blocks: Collection[Block], capture: Capture, owners: Counter[int] | None) -> None:
+    """Leave layers alone whose statistics cannot describe their weight any more.
+
+    `owners` counts the modules of each parameter, on steps that collect statistics: looking through a whole model is not
+    worth it more often.
+    """
+    for block in blocks:
+        foreign = capture.foreign(block)
+        tied = "its weight was tied to another module's after the optimizer was built"
+        why = block.trouble or foreign or (tied if owners is not None and owners[id(block.weight)] > 1 else "")
+        if why and not block.retired:
+            block.retired = why
+            block.discard()
+            if not foreign:  # that was said when it was found
+                text = f"layer {block.name!r} trains by the fallback rule from now on: {why}"
+                warnings.warn(text, stacklevel=CALLER)
+
+
+def notice_unseen(blocks: Collection[Block], capture: Capture, group_of: GroupOf) -> None:
+    """Say loudly when layers get gradients and no call of theirs ever comes by."""
+    unseen = []
+    for block in blocks:
+        if not block.wanted or block.retired or block.weight.grad is None:
+            continue
+        block.missed = block.missed + 1 if capture.unseen(block) else 0
+        if block.missed == (2 if block.observed else group_of(block)["factor_every"]):
+            unseen.append(block.name)
+    if unseen:
+        warnings.warn(
+            f"{listed(unseen)} got gradients, but no call of theirs was seen: they train by the fallback rule. Either a "
+            "graph was compiled before the optimizer was built (hand the compiled model to the optimizer, or compile "
+            "after building it), or another object than the model given to the optimizer is being trained.",
+            stacklevel=CALLER,
+        )
+
+
+def commit(blocks: Collection[Block], group_of: GroupOf, scale: Tensor | None, gate: Gate) -> None:
+    """Pending statistics enter the averages, unless they hold NaN or Inf. One synchronisation a statistics step."""
+    for block in blocks:
+        if block.weight.grad is None and not block.pending.empty:
+            block.discard()  # its gradient was dropped
+    waiting = [block for block in blocks if not block.pending.empty]
+    if not waiting:
+        return
+    readings = [block.pending.readings() for block in waiting]
+    device, refusals = readings[0][0].device, gate.readings()
+    scales = [] if scale is None else [scale.double().reshape(())]
+    asked = [t.to(device) for t in chain(scales, refusals, *readings)]
+    numbers = iter(torch.stack(asked).tolist())
+    factor = next(numbers) if scales else 1.0
+    gate.settle([next(numbers) for _ in refusals])
+    gate.report()
+    refused = []
+    for block, own in zip(waiting, readings, strict=True):
+        if not block.commit(group_of(block), [next(numbers) for _ in own], factor):
+            refused.append(block.name)
+    if refused:
+        warnings.warn(f"statistics with NaN or Inf were left out for {listed(refused)}", stacklevel=CALLER)

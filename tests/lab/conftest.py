@@ -1,0 +1,53 @@
+"""A problem so small that a whole run takes milliseconds, and the command with what it says."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from rkfac_lab import workloads
+from rkfac_lab.cli import main
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """The name of a workload of 24 samples: three steps an epoch at batch size 8."""
+    g = torch.Generator().manual_seed(0)
+    x, y = torch.randn(32, 6, generator=g), torch.arange(32) % 3
+    data = workloads.Dataset(x[:24], y[:24], x[24:], y[24:], classes=3)
+    problem = workloads.Workload(
+        name="tiny",
+        about="for tests",
+        model=lambda found: nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Dropout(0.2), nn.Linear(5, 3)),
+        data=lambda sources: data,
+        batch_size=8,
+        epochs=4,
+        loss=F.cross_entropy,
+        metrics={"test_accuracy": workloads.accuracy},
+        targets=(workloads.Target("test_accuracy", 0.3, "max"),),
+        defaults={
+            "sgd": {"lr": 0.1, "momentum": 0.9},
+            "adamw": {"lr": 0.01},
+            "k-fac": {"lr": 0.05},
+            "rs-kfac": {"lr": 0.05},
+        },
+    )
+    monkeypatch.setitem(workloads.WORKLOADS, problem.name, problem)
+    return problem.name
+
+
+@pytest.fixture
+def rkfac(monkeypatch, capsys):
+    """The command: its exit code and the lines it says."""
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["rkfac", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return ended.value.code or 0, capsys.readouterr().err.splitlines()
+
+    return call
