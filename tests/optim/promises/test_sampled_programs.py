@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import rkfac
@@ -230,10 +232,27 @@ def test_a_scalar_output_is_refused_in_words_and_leaves_the_model() -> None:
     assert all(torch.equal(value, start[name]) for name, value in parameters(model).items())
 
 
-def test_the_draw_does_not_depend_on_the_device_the_generator_stands_on() -> None:
-    """The generator stays on the CPU; logits on another device are drawn from there (here: told by its device)."""
-    likelihood = rkfac.Categorical()
-    logits = torch.randn(5, 4)
-    first = likelihood.draw_gradient(logits, torch.Generator().manual_seed(3))
-    assert first.device == logits.device
-    assert torch.allclose(first.sum(-1), torch.zeros(5), atol=1e-6)
+class DrawnWhereTheGeneratorLives(TorchFunctionMode):
+    """Counts draws, and refuses what a GPU would refuse: a generator of another device than the draw's."""
+
+    draws = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.__getitem__:  # labels[..., None]: indexing asks for a real GPU even of tensors that pretend
+            return args[0].unsqueeze(-1)
+        if (generator := kwargs.get("generator")) is not None:
+            place = kwargs["device"] if "device" in kwargs else args[0].device
+            assert torch.device(place).type == generator.device.type
+            self.draws += 1
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize("likelihood", [rkfac.Categorical(), rkfac.Gaussian(), rkfac.Bernoulli()])
+def test_a_generator_on_the_cpu_serves_logits_on_a_gpu(likelihood: Any) -> None:
+    """With tensors that only pretend to be on a GPU."""
+    with FakeTensorMode(), DrawnWhereTheGeneratorLives() as mode:
+        logits = torch.empty(5, 4, device="cuda")
+        gradient = likelihood.draw_gradient(logits, torch.Generator())
+        assert gradient.device == logits.device
+    assert mode.draws == 1
