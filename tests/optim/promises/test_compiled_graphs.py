@@ -131,6 +131,27 @@ def test_an_exception_in_a_compiled_forward_does_not_leave_dynamo_forced_to_be_e
     assert updates(optimizer) == {1}
 
 
+def test_an_interrupt_in_a_compiled_forward_does_not_leave_dynamo_forced_to_be_eager() -> None:
+    """Ctrl-C in a notebook: KeyboardInterrupt is no Exception, so hooks with always_call do not run."""
+    counting, model = Counting(), mlp()
+    running = torch.compile(model, backend=counting)
+    optimizer = rkfac.KFAC(running, factor_every=1, inverse_every=1)
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = model[0].register_forward_hook(stop)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            running(rows()[0])
+        handle.remove()
+        torch.compile(mlp(), backend=counting)(rows()[0])
+        assert counting.calls == 1
+    finally:
+        torch.compiler.set_stance("default")  # so that a failure here is nobody else's
+        optimizer.close()
+
+
 def test_inference_between_steps_uses_the_graph() -> None:
     counting, model = Counting(), mlp()
     running = torch.compile(model, backend=counting)
