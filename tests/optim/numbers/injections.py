@@ -25,7 +25,7 @@ def block_of(optimizer: rkfac.KFAC, name: str = TARGET) -> Block:
 
 
 def _spoiled(t: Tensor, value: float = math.nan) -> Tensor:
-    t = t.clone()
+    t = t.clone(memory_format=torch.contiguous_format)
     t.view(-1)[0] = value
     return t
 
