@@ -6,15 +6,17 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import rkfac
-from rkfac.curvature.block import Block
 from rkfac.optim import update
+
+if TYPE_CHECKING:
+    from rkfac.curvature.block import Block
 
 TARGET = "hidden"  # a Linear in the middle of optim.problems.Reader
 Patch = pytest.MonkeyPatch

@@ -13,7 +13,7 @@ import rkfac
 from rkfac import linalg
 
 CASES = [("factored", True, 0.1), ("product", True, 0.1), ("pi", True, 0.1)]
-CASES += [("factored", False, 0.02), ("product", False, 1e-3), ("pi", False, 1e-3)]
+CASES += [("factored", False, 0.02), ("product", False, 0.02), ("pi", False, 0.02)]
 
 
 @pytest.mark.parametrize(("rule", "relative", "damping"), CASES)
@@ -46,7 +46,7 @@ def test_a_steady_state_costs_one_sketch_and_its_rank_follows_the_damping_in_for
     )
     for i in range(5):
         optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
+        (100 * F.mse_loss(model(x), y)).backward()  # eigenvalues of both factors begin at about one
         if i == 4:
             calls.clear()
         optimizer.step()
