@@ -1,0 +1,78 @@
+"""A step is taken as a whole or not at all, and blocks without any curvature are no reason to fail."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import rkfac
+from optim.numbers.injections import assert_finite, block_of
+from optim.problems import assert_moved, parameters, reader, same, sentences, step
+from rkfac.optim import update
+
+EVERY: dict[str, Any] = {"factor_every": 1, "inverse_every": 1}
+
+
+@pytest.mark.parametrize("rule", ["factored", "product", "pi"])
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d])
+def test_absolute_damping_carries_norm_layers_without_curvature(norm: type[nn.Module], rule: Any) -> None:
+    """A unit that is multiplied by zero afterwards has no gradient: its block is exactly zero, with a tiny damping."""
+    model = nn.Sequential(nn.Linear(6, 8), norm(8), nn.Linear(8, 4))
+    with torch.no_grad():
+        model[2].weight[:, :3] = 0.0
+    optimizer = rkfac.RSKFAC(
+        model, damping=1e-9, relative_damping=False, damping_rule=rule, factor_start="unbiased", **EVERY
+    )
+    x, y = torch.randn(1 if norm is nn.LayerNorm else 12, 6), torch.randint(4, (12,))
+    y = y[: len(x)]  # one sample makes every block of two singular
+    start = parameters(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            step(model, optimizer, (x, y))
+    assert_finite(model, optimizer)
+    assert_moved(model, start)
+
+
+@pytest.mark.parametrize("place", ["direction", "clip", "refresh", "momentum"])
+@pytest.mark.parametrize("error", [RuntimeError, MemoryError, torch.linalg.LinAlgError])
+def test_an_error_in_the_middle_of_a_step_moves_nothing(
+    place: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Sequential(reader(torch.float32), nn.BatchNorm1d(4))
+    optimizer = rkfac.RSKFAC(model, momentum=0.9, weight_decay=0.1, rank=3, **EVERY)
+    step(model, optimizer, sentences())
+    batch = sentences()
+    optimizer.zero_grad()
+    F.cross_entropy(model(batch[0]), batch[1]).backward()
+    start, buffers = parameters(model), [b.clone() for b in model.buffers()]
+    held = {p: {k: v.clone() for k, v in optimizer.state[p].items()} for p in model.parameters()}
+    block, calls = block_of(optimizer, "0.head"), []
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise error("the third layer does not like it")
+
+    def third(*args: Any) -> Any:
+        calls.append(args)
+        return broken() if len(calls) == 3 else genuine(*args)
+
+    with monkeypatch.context() as patch:
+        if place in ("clip", "momentum"):
+            name = {"clip": "rms_clip", "momentum": "momentum_buffer"}[place]
+            genuine = getattr(update, name)
+            patch.setattr(update, name, third)
+        else:
+            patch.setattr(block, "direction" if place == "direction" else "decompose", broken)
+        with pytest.raises(error, match="does not like it"):
+            optimizer.step()
+    assert same(parameters(model), start)
+    assert all(torch.equal(b, old) for b, old in zip(model.buffers(), buffers, strict=True))
+    assert all(torch.equal(optimizer.state[p][k], v) for p, old in held.items() for k, v in old.items())
+    optimizer.step()  # the same gradients again
+    assert_moved(model, start)
+    assert_finite(model, optimizer)
