@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 WORTH_SPLITTING = 512  # columns below which one product is faster than four
-LARGEST_EXPONENT = 120  # so that the unit itself is a number in float32
+# So that the unit itself is a number in the rows' precision, and its square one in float64.
+LARGEST_EXPONENT = {torch.float32: 120, torch.float64: 480}
 
 
 class Moment:
@@ -30,7 +31,7 @@ class Moment:
     def __init__(self, diagonal: bool = False) -> None:
         self.diagonal = diagonal
         self.scale = 1.0  # what turns the sum into the factor, set by `Statistics.settle`
-        self._parts: list[tuple[Tensor, Tensor, Tensor]] = []  # rows or one matrix, their exponent, their peak
+        self._parts: list[tuple[Tensor, Tensor]] = []  # rows or one matrix, in units of 2^exponent
         self._summed = diagonal
         self._count = 0
         self._exponents: list[int] = []
@@ -38,38 +39,34 @@ class Moment:
 
     def add(self, rows: Tensor) -> None:
         """Take rows (..., n, d), or a diagonal (d,)."""
-        peak = _peak(rows)
-        exponent = torch.frexp(peak).exponent.clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT).to(rows.dtype)
         if self.diagonal:
-            self._add_diagonal(rows, exponent, peak)
+            values = rows + self._parts[0][0] if self._parts else rows
+            self._parts = [(values, rows.new_zeros(()))]
             return
+        largest = LARGEST_EXPONENT[rows.dtype]
+        exponent = torch.frexp(_peak(rows)).exponent.clamp(-largest, largest).to(rows.dtype)
         self._count += rows.shape[-2]
         if not self._summed and self._count <= rows.shape[-1]:
             # A copy: the source may change in place before the step, as an input buffer used again or an output gradient
             # that autograd handed on as some parameter's .grad.
-            self._parts.append((rows * torch.exp2(-exponent), exponent, peak))
+            self._parts.append((rows * torch.exp2(-exponent), exponent))
             return
         if not self._summed:
             kept, self._parts, self._summed = self._parts, [], True
-            for part, own, own_peak in kept:
-                self._accumulate(part * torch.exp2(own), own, own_peak)
-        self._accumulate(rows, exponent, peak)
+            for part, own in kept:
+                self._accumulate(part * torch.exp2(own), own)
+        self._accumulate(rows, exponent)
 
-    def _accumulate(self, rows: Tensor, exponent: Tensor, peak: Tensor) -> None:
+    def _accumulate(self, rows: Tensor, exponent: Tensor) -> None:
         """Add rows^T rows to the matrix, in the larger of the two units."""
         d = rows.shape[-1]
         if not self._parts:
-            self._parts = [(rows.new_zeros(*rows.shape[:-2], d, d), exponent, peak)]
-        matrix, unit, largest = self._parts[0]
+            self._parts = [(rows.new_zeros(*rows.shape[:-2], d, d), exponent)]
+        matrix, unit = self._parts[0]
         wider = torch.maximum(unit, exponent)
         matrix.mul_(torch.exp2(2 * (unit - wider)))
         add_gram(matrix, rows * torch.exp2(-wider), 1.0, 1.0)
-        self._parts = [(matrix, wider, torch.maximum(largest, peak))]
-
-    def _add_diagonal(self, values: Tensor, exponent: Tensor, peak: Tensor) -> None:
-        if self._parts:
-            values, peak = values + self._parts[0][0], torch.maximum(peak, self._parts[0][2])
-        self._parts = [(values, torch.zeros_like(exponent), peak)]
+        self._parts = [(matrix, wider)]
 
     @property
     def empty(self) -> bool:
@@ -78,7 +75,7 @@ class Moment:
 
     def readings(self) -> list[Tensor]:
         """Numbers the host must know before the moment can be used: peak and exponent of each part."""
-        return [t.double() for _, exponent, peak in self._parts for t in (peak, exponent)]
+        return [t.double() for part, exponent in self._parts for t in (_peak(part), exponent)]
 
     def settle(self, numbers: list[float]) -> bool:
         """Take what `readings` were; whether everything is finite."""
@@ -96,7 +93,10 @@ class Moment:
 
     def blend_into(self, value: Tensor, keep: float, take: float, exponent: int) -> None:
         """value <- keep * value + take * scale * moment, in place, the value being in units of 2^exponent."""
-        for (part, _, _), own in zip(self._parts, self._exponents, strict=True):
+        if self._dead:
+            value.mul_(keep)
+            return
+        for (part, _), own in zip(self._parts, self._exponents, strict=True):
             weight = take * self.scale * 2.0 ** (2 * own - exponent)
             if self._summed:
                 matrix = part.to(value)

@@ -45,9 +45,10 @@ def eigh(
     require_symmetric(half, name)
     s, U = lapack.eigenpairs(half + half.mT, name)
     offset = (scale.double() * shift).to(X.dtype)[..., None]
-    # A sum of many outer products is positive semi-definite up to the rounding of that sum, not just of the solver.
-    eps = torch.finfo(X.dtype).eps
-    rounding = max(100 * X.shape[-1] * eps, eps**0.5) * (s[..., :1].abs() + offset.abs())
+    # A sum of many outer products is positive semi-definite up to the rounding of that sum, which may have been made in
+    # float32 whatever X is now.
+    known = max(100 * X.shape[-1] * torch.finfo(X.dtype).eps, torch.finfo(torch.float32).eps ** 0.5)
+    rounding = known * (s[..., :1].abs() + offset.abs())
     s = s + offset
     if bool((s[..., -1:] < -rounding).any()):
         least = float((s[..., -1] / scale).min())

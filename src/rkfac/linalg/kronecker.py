@@ -191,7 +191,7 @@ class _Exact(Preconditioner):
             S = S + (R * m.input[..., None, :]) @ U_A.mT
             if self.rest_A:
                 S = S + m.rest[..., None, None] * (below - R @ U_A.mT)
-        return Solution(S.to(self.dtype), m.scale * size)
+        return _in_own_units(S, m.scale * size, self.dtype)
 
 
 class _OneHot(Preconditioner):
@@ -207,7 +207,7 @@ class _OneHot(Preconditioner):
         S = self.G.U @ (K * self.both)
         if not self.G.full:
             S = S + (matrix - self.G.U @ K) * self.input
-        return Solution(S, self.scale * size)
+        return _in_own_units(S, self.scale * size, self.G.U.dtype)
 
 
 def _orthonormal(U: Tensor) -> Tensor:
@@ -218,14 +218,23 @@ def _orthonormal(U: Tensor) -> Tensor:
 def _joined(J: Tensor, j: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """[J | j] in units of a power of two near its largest entry, a copy of its own, and that unit in float64."""
     peak = _peak(J) if j is None else torch.maximum(_peak(J), _peak(j))
-    # Not beyond what float32 can hold as a factor; NaN and Inf have no exponent and stay what they are.
-    exponent = torch.frexp(peak.double()).exponent.clamp(-120, 120)
+    # Not beyond what can be a factor in this precision; NaN and Inf have no exponent and stay what they are.
+    largest = 120 if torch.finfo(J.dtype).bits <= 32 else 1000
+    exponent = torch.frexp(peak.double()).exponent.clamp(-largest, largest)
     unit = torch.exp2(-exponent.to(dtype))
     matrix = torch.empty(*J.shape[:-1], J.shape[-1] + (j is not None), dtype=dtype, device=J.device)
     torch.mul(J, unit, out=matrix[..., : J.shape[-1]])
     if j is not None:
         torch.mul(j, unit, out=matrix[..., -1])
-    return matrix, torch.exp2(exponent.double())
+    # A gradient of zero has no size: beside a damping below 1e-38 any other would be Inf in float32, and 0 * Inf is NaN.
+    return matrix, torch.where(peak == 0, 0.0, torch.exp2(exponent.double()))
+
+
+def _in_own_units(S: Tensor, scale: Tensor, dtype: torch.dtype) -> Solution:
+    """With entries of about one: the multipliers that matter may be far below the largest one."""
+    peak = _peak(S).double()
+    unit = torch.where(peak > 0, peak, 1.0)
+    return Solution((S / unit).to(dtype), scale * unit)
 
 
 def _peak(t: Tensor) -> Tensor:

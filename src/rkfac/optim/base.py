@@ -209,7 +209,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
     def _update(self) -> None:
         """All directions are made before any parameter moves: an error on the way leaves the model as it was."""
         names = {id(p): name for name, p in self._model.named_parameters()}
-        moves = planned(self._blocks.values(), self.param_groups, names, self._fallback, self._gate)
+        moves = planned(self._blocks.values(), self.param_groups, names, self.state, self._fallback, self._gate)
         self._gate.report()
         for move in moves:
             apply(move, self.state, self._step)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -22,21 +22,35 @@ class Gate:
 
     def __init__(self, max_failures: int) -> None:
         self.max_failures = max_failures
-        self.counts: dict[str, int] = {}
-        self._on_device: dict[str, Tensor] = {}
+        self.counts: dict[str, int] = {}  # refusals in a row
+        self._on_device: dict[str, Tensor] = {}  # refusals in a row, and all since the last report
         self._refused: list[str] = []
+
+    @staticmethod
+    def at_once(tensor: Tensor) -> bool:
+        """Whether reading a value waits for nobody."""
+        return tensor.device.type == "cpu"
 
     def passes(self, name: str, finite: Tensor) -> bool | Tensor:
         """Whether an update may go on: a plain truth value on a CPU, one on the device elsewhere."""
-        if finite.device.type != "cpu":
-            before = self._on_device.get(name, torch.zeros((), dtype=torch.int64, device=finite.device))
-            self._on_device[name] = torch.where(finite, torch.zeros_like(before), before + 1)
+        if not self.at_once(finite):
+            before = self._on_device.get(name, torch.zeros(2, dtype=torch.int64, device=finite.device))
+            healthy = torch.stack([torch.zeros_like(before[0]), before[1]])
+            self._on_device[name] = torch.where(finite, healthy, before + 1)
             return finite
         passed = bool(finite)
         self.counts[name] = 0 if passed else self.counts.get(name, 0) + 1
         if not passed:
             self._refused.append(name)
         return passed
+
+    def mended(self, buffer: Tensor) -> Tensor:
+        """Whether a buffer was finite; what was not becomes zero, so that it is refused once and not for ever."""
+        low, high = torch.aminmax(torch.view_as_real(buffer) if buffer.is_complex() else buffer)
+        finite = torch.isfinite(low) & torch.isfinite(high)
+        if not self.at_once(buffer) or not bool(finite):
+            buffer.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        return finite
 
     def report(self) -> None:
         """Say what was refused since the last report; an error when it happened too often in a row."""
@@ -56,19 +70,24 @@ class Gate:
 
     def readings(self) -> list[Tensor]:
         """Numbers to read along with the statistics."""
-        return [count.double() for count in self._on_device.values()]
+        return [number for counts in self._on_device.values() for number in counts.double().unbind()]
 
-    def settle(self, numbers: Iterable[float]) -> None:
+    def settle(self, numbers: Sequence[float]) -> None:
         """What `readings` were."""
-        for name, number in zip(self._on_device, numbers, strict=True):
-            self.counts[name] = int(number)
-            if number:
+        for name, in_a_row, since in zip(self._on_device, numbers[0::2], numbers[1::2], strict=True):
+            self.counts[name] = int(in_a_row)
+            if since:
                 self._refused.append(name)
+        self._on_device = {
+            name: torch.stack([counts[0] % self.max_failures, torch.zeros_like(counts[1])])
+            for name, counts in self._on_device.items()
+        }
 
 
 def bounded(length: Tensor, dtype: torch.dtype) -> Tensor:
     """Whether an update of this length is a number, with room for a momentum buffer to add up many of them."""
-    return length < torch.finfo(dtype).max * 1e-3  # False for NaN as well
+    room = 1e-3 if torch.finfo(dtype).max > 1e6 else 1.0  # a length of 65 is nothing special in float16
+    return length < torch.finfo(dtype).max * room  # False for NaN as well
 
 
 def moderate(gradient: Tensor, squared: bool) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,22 +19,25 @@ State = MutableMapping[Any, Any]
 
 @dataclass(frozen=True)
 class Preconditioned:
-    """A layer's direction, clipped by `factor`, for those of its parameters that have a group and a gradient."""
+    """A layer's direction, clipped by `factor`, for those of its parameters that have a group and a gradient.
+
+    Each has its momentum buffer, if it has momentum.
+    """
 
     direction: Direction
     factor: Tensor | float
-    targets: Sequence[tuple[nn.Parameter, Group] | None]
+    targets: Sequence[tuple[nn.Parameter, Group, Tensor | None] | None]
 
 
 @dataclass(frozen=True)
 class Plain:
-    """A parameter that trains by the fallback rule, its update scaled by `factor`."""
+    """A parameter that trains by the fallback rule, within an RMS of `largest` where its layer waits for a basis."""
 
     parameter: nn.Parameter
     gradient: Tensor
     group: Group
     rule: str
-    factor: Tensor | float
+    largest: float | None
 
 
 Move = Preconditioned | Plain
@@ -45,10 +47,11 @@ def planned(
     blocks: Iterable[Block],
     groups: Sequence[dict[str, Any]],
     names: Mapping[int, str],
+    state: State,
     fallback: str,
     gate: Gate,
 ) -> list[Move]:
-    """All moves of one step; what is not finite takes no part. `names` are those of the parameters, by identity."""
+    """All moves of one step, with every buffer they need; what is not finite takes no part. `names` are those of the parameters, by identity."""
     group_of: dict[int, Group] = {id(p): group for group in groups for p in group["params"]}
     covered: set[int] = set()
     held: dict[int, float] = {}  # largest RMS of layers that wait for their first basis
@@ -62,21 +65,32 @@ def planned(
                 held.update((id(p), group["update_clip"]) for p in block.parameters)
             continue
         covered.update(id(p) for p in block.parameters)
-        made.append((block, _preconditioned(block, group, group_of, gate)))
-    return [*_held_together(made, groups[0]["kl_clip"]), *_plain(groups, names, covered, held, fallback, gate)]
+        made.append((block, _preconditioned(block, group, group_of, state, gate)))
+    return [*_held_together(made, groups[0]["kl_clip"]), *_plain(groups, names, covered, held, state, fallback, gate)]
 
 
-def _preconditioned(block: Block, group: Group, group_of: Mapping[int, Group], gate: Gate) -> Preconditioned:
+def _preconditioned(
+    block: Block, group: Group, group_of: Mapping[int, Group], state: State, gate: Gate
+) -> Preconditioned:
     gradients = tuple(torch.zeros_like(p) if p.grad is None else p.grad for p in block.parameters)
     direction = block.direction(gradients, group)
     clip = update.rms_clip(direction.norm, direction.size, group["update_clip"])
-    length = direction.norm if clip is None else direction.norm * clip
-    passed = gate.passes(block.name, bounded(length, block.weight.dtype))
+    finite = bounded(direction.norm if clip is None else direction.norm * clip, block.weight.dtype)
+    targets: list[tuple[nn.Parameter, Group, Tensor | None] | None] = []
+    for p in block.parameters:
+        own = group_of.get(id(p))
+        if own is None or p.grad is None:
+            targets.append(None)
+            continue
+        buffer = update.momentum_buffer(state[p], p) if own["momentum"] else None
+        targets.append((p, own, buffer))
+        if buffer is not None:
+            finite = finite & gate.mended(buffer)
+    passed = gate.passes(block.name, finite)
     if passed is not True:
         direction = direction.masked(torch.as_tensor(passed, device=block.weight.device))
-        clip = None if clip is None else clip.nan_to_num(nan=0.0)
+        clip = None if clip is None else clip.nan_to_num(nan=0.0, posinf=0.0)
     block.clip = clip
-    targets = [(p, group_of[id(p)]) if p.grad is not None and id(p) in group_of else None for p in block.parameters]
     return Preconditioned(direction, 1.0 if clip is None else clip, targets)
 
 
@@ -102,6 +116,7 @@ def _plain(
     names: Mapping[int, str],
     covered: set[int],
     held: Mapping[int, float],
+    state: State,
     fallback: str,
     gate: Gate,
 ) -> list[Move]:
@@ -110,24 +125,15 @@ def _plain(
         for p in group["params"]:
             if p.grad is None or id(p) in covered:
                 continue
+            update.PREPARE[fallback](state[p], p, group)
             gradient = torch.view_as_real(p.grad) if p.grad.is_complex() else p.grad
-            passed = gate.passes(
-                names.get(id(p), "a parameter outside the model"), moderate(gradient, fallback == "adamw")
-            )
+            finite = moderate(gradient, fallback == "adamw")
+            for buffer in state[p].values():
+                finite = finite & gate.mended(buffer) if isinstance(buffer, Tensor) else finite
+            passed = gate.passes(names.get(id(p), "a parameter outside the model"), finite)
             kept = p.grad if passed is True else torch.where(torch.as_tensor(passed, device=p.device), p.grad, 0)
-            factor: Tensor | float = group["fallback_scale"]
-            clip = update.rms_clip(_length(kept), kept.numel(), held.get(id(p)))
-            moves.append(Plain(p, kept, group, fallback, factor if clip is None else factor * clip))
+            moves.append(Plain(p, kept, group, fallback, held.get(id(p))))
     return moves
-
-
-def _length(gradient: Tensor) -> Tensor:
-    """Norm in float64, without squares that overflow."""
-    if gradient.numel() == 0:
-        return torch.zeros((), dtype=torch.float64, device=gradient.device)
-    peak = torch.linalg.vector_norm(gradient, ord=math.inf).double()
-    unit = torch.where(peak > 0, peak, 1.0)
-    return torch.linalg.vector_norm(gradient / unit.to(gradient.real.dtype)).double() * unit
 
 
 def apply(move: Move, state: State, step: int) -> None:
@@ -139,11 +145,11 @@ def _apply_direction(move: Preconditioned, state: State, step: int) -> None:
     for index, target in enumerate(move.targets):
         if target is None:
             continue
-        p, group = target
+        p, group, buffer = target
         alone: list[Tensor | None] = [None] * len(move.targets)
         update.decay(p, group, step)
-        if group["momentum"]:
-            alone[index] = buffer = update.momentum_buffer(state[p], p, group["momentum"])
+        if buffer is not None:
+            alone[index] = buffer.mul_(group["momentum"])
             move.direction.add_to(alone, move.factor)
             p.add_(buffer, alpha=_signed(group))
         else:
@@ -153,12 +159,9 @@ def _apply_direction(move: Preconditioned, state: State, step: int) -> None:
 
 def _apply_plain(move: Plain, state: State, step: int) -> None:
     p, group = move.parameter, move.group
-    direction = update.FALLBACKS[move.rule](state[p], move.gradient, group)
+    direction = update.FALLBACKS[move.rule](state[p], move.gradient, group, move.largest)
     update.decay(p, group, step)
-    if isinstance(move.factor, Tensor):
-        p.add_(direction * (move.factor * _signed(group)).to(direction.real.dtype))
-    else:
-        p.add_(direction, alpha=_signed(group) * move.factor)
+    p.add_(direction, alpha=_signed(group) * group["fallback_scale"])
 
 
 def _signed(group: Group) -> float:

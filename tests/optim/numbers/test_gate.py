@@ -155,12 +155,3 @@ def test_failures_in_a_row_are_an_error_that_loses_nothing(build: Build, stage: 
         assert_moved(model, start)
         assert same(parameters(fresh), parameters(model))
         assert_finite(model, optimizer)
-
-
-def test_a_step_that_was_an_error_leaves_the_curvature_as_it_was_too() -> None:
-    """Otherwise a step that is tried again counts its batch twice."""
-    model, optimizer, _, _ = pair(rkfac.KFAC, {"max_failures": 1})
-    state = copy.deepcopy(optimizer.state_dict())
-    with injected(UPDATES["direction nan"], optimizer), pytest.raises(RuntimeError, match=TARGET):
-        step(model, optimizer, sentences())
-    assert same(optimizer.state_dict(), state)

@@ -15,6 +15,8 @@ from rkfac.curvature.decompose import Request
 from rkfac.curvature.statistics import Moment
 from rkfac.linalg import Diagonal, LowRank
 
+LOWEST_LEVEL = -400.0
+
 Low = TypeVar("Low", LowRank, Diagonal)
 
 
@@ -72,12 +74,15 @@ class Factor(ABC, Generic[Low]):
         past = decay * self._weight
         self._weight = past + (1 - decay)
         keep, share = past / self._weight, (1 - decay) / self._weight
-        before = self._exponent
+        before, blank = self._exponent, math.isinf(self._level)
         self._level = max(
             self._level + math.log2(keep) if keep else -math.inf,
             moment.level + math.log2(share) if share else -math.inf,
         )
-        moment.blend_into(self._value, keep * 2.0 ** (before - self._exponent), share, self._exponent)
+        if self._level < LOWEST_LEVEL:  # zero for every purpose, and its inverse would leave the range of float64
+            self._level, blank = -math.inf, True
+        rescaled = 0.0 if blank else keep * 2.0 ** (before - self._exponent)
+        moment.blend_into(self._value, rescaled, share, self._exponent)
         self._identity *= keep
         self.updates += 1
 

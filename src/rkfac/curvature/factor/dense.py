@@ -13,6 +13,7 @@ from rkfac.curvature.decompose import Request
 from rkfac.curvature.factor.base import Factor, Refreshed, restored
 from rkfac.linalg import LowRank
 
+SMALL_DAMPING = 5e-4  # in units of the largest eigenvalue: below it a refresh works and keeps its basis in float64
 LARGEST_SHIFT = 2.0**100  # beyond it a matrix with entries of about one vanishes beside the identity
 
 
@@ -38,11 +39,20 @@ class DenseFactor(Factor[LowRank]):
             offset=0.0 if self.start.sketched else identity / unit,
             damping=request.damping if request.relative else request.damping / unit,
         )
+        if self._ill_conditioned(request):
+            wide = self._value.double()
+            request = replace(request, matrix=(wide + wide.mT) / 2)  # what is symmetric to float32 is not to float64
         low = request.strategy.decompose(request)
         low = low.shifted(0.0 if self.start.sketched else identity, scale=unit)
         trace = self.trace()
         captured = (low.s.sum() / trace.sum().clamp_min(torch.finfo(trace.dtype).tiny)).clamp(0, 1)
         return Refreshed(low, trace / self.shape[-1], captured)
+
+    def _ill_conditioned(self, request: Request) -> bool:
+        """Whether the damping in force is so small that eigenvectors of float32 are not good enough for it."""
+        largest = float(self.trace().amax()) / 2.0**self._exponent  # at most
+        damping = request.offset + request.shift + (0.0 if request.relative else request.damping)
+        return damping + (request.damping * largest if request.relative else 0.0) < SMALL_DAMPING * largest
 
     def dense(self) -> Tensor:
         """2^exponent * value + identity * I."""
@@ -81,7 +91,8 @@ class DenseFactor(Factor[LowRank]):
             raise ValueError(f"a saved basis keeps {rank} of {d} directions")
         wide = torch.float64
         tail = None if tensors["tail"] is None else restored(tensors["tail"], groups, like, wide)
-        U = restored(tensors["U"], (*groups, d, rank), like, like.dtype)
+        precision = wide if tensors["U"].dtype == wide else like.dtype
+        U = restored(tensors["U"], (*groups, d, rank), like, precision)
         low = LowRank(U, restored(tensors["s"], (*groups, rank), like, wide), tail)
         mean, captured = restored(tensors["mean"], groups, like, wide), restored(tensors["captured"], (), like, wide)
         return Refreshed(low, mean, captured)
