@@ -124,6 +124,8 @@ def preconditioner(A: LowRank | Diagonal, G: LowRank, multipliers: Multipliers) 
 
 @preconditioner.register
 def _(A: LowRank, G: LowRank, multipliers: Multipliers) -> Preconditioner:
+    if A.U.dtype != G.U.dtype:  # one of them needed more digits
+        A, G = (LowRank(low.U.double(), low.s, low.tail) for low in (A, G))
     rounding = torch.finfo(G.U.dtype).eps * multipliers.spread()
     return _Exact(G, A, multipliers) if rounding > TOLERATED else _Short(G, A, multipliers)
 

@@ -52,7 +52,7 @@ POSITIVE = _number(0, math.inf, low_open=True, high_open=True)
 NOT_NEGATIVE = _number(0, math.inf, high_open=True)
 
 GROUP_RULES: Mapping[str, Any] = {
-    "lr": NOT_NEGATIVE,
+    "lr": _number(0, 1e30),  # beyond, its product with anything is no float32
     "momentum": _number(0, 1, high_open=True),
     "weight_decay": NOT_NEGATIVE,
     "weight_decay_from": _integer(0),

@@ -90,10 +90,10 @@ def bounded(length: Tensor, dtype: torch.dtype) -> Tensor:
     return length < torch.finfo(dtype).max * room  # False for NaN as well
 
 
-def moderate(gradient: Tensor, squared: bool) -> Tensor:
-    """Whether every entry of a gradient is finite and, if it will be squared, its square too."""
+def moderate(gradient: Tensor, squared: bool, factor: float = 1.0) -> Tensor:
+    """Whether every entry of a gradient is finite, times a factor too, and, if it will be squared, its square."""
     if gradient.numel() == 0:
         return torch.ones((), dtype=torch.bool, device=gradient.device)
-    largest = torch.finfo(gradient.dtype).max * 1e-3
+    largest = torch.finfo(gradient.dtype).max * 1e-3 / factor
     low, high = torch.aminmax(gradient)
     return torch.maximum(-low, high) < (math.sqrt(largest) if squared else largest)

@@ -51,7 +51,10 @@ def planned(
     fallback: str,
     gate: Gate,
 ) -> list[Move]:
-    """All moves of one step, with every buffer they need; what is not finite takes no part. `names` are those of the parameters, by identity."""
+    """All moves of one step, with every buffer they need; what is not finite takes no part.
+
+    `names` are those of the parameters, by identity.
+    """
     group_of: dict[int, Group] = {id(p): group for group in groups for p in group["params"]}
     covered: set[int] = set()
     held: dict[int, float] = {}  # largest RMS of layers that wait for their first basis
@@ -75,7 +78,8 @@ def _preconditioned(
     gradients = tuple(torch.zeros_like(p) if p.grad is None else p.grad for p in block.parameters)
     direction = block.direction(gradients, group)
     clip = update.rms_clip(direction.norm, direction.size, group["update_clip"])
-    finite = bounded(direction.norm if clip is None else direction.norm * clip, block.weight.dtype)
+    length = direction.norm if clip is None else direction.norm * clip
+    finite = bounded(length * max(1.0, float(group["lr"])), block.weight.dtype)
     targets: list[tuple[nn.Parameter, Group, Tensor | None] | None] = []
     for p in block.parameters:
         own = group_of.get(id(p))
@@ -127,7 +131,7 @@ def _plain(
                 continue
             update.PREPARE[fallback](state[p], p, group)
             gradient = torch.view_as_real(p.grad) if p.grad.is_complex() else p.grad
-            finite = moderate(gradient, fallback == "adamw")
+            finite = moderate(gradient, fallback == "adamw", max(1.0, group["lr"] * group["fallback_scale"]))
             for buffer in state[p].values():
                 finite = finite & gate.mended(buffer) if isinstance(buffer, Tensor) else finite
             passed = gate.passes(names.get(id(p), "a parameter outside the model"), finite)

@@ -125,14 +125,16 @@ def test_a_damping_scheduled_to_its_ends_keeps_every_step_within_the_clip(
     assert_finite(model, optimizer)
 
 
-def test_a_huge_learning_rate_reaches_no_weight_as_inf() -> None:
-    """lr times a clipped direction can be beyond float32 although the direction is not."""
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_huge_learning_rate_reaches_no_weight_as_inf(momentum: float) -> None:
+    """lr times a direction can be beyond float32 although the direction is not: without a clip it is refused."""
     model = small_net()
     x, y = torch.randn(64, 10), torch.randint(2, (64,))
-    optimizer = rkfac.RSKFAC(model, lr=1e39)
+    optimizer = rkfac.RSKFAC(model, lr=1e30, momentum=momentum, update_clip=None, max_failures=10)
     optimizer.zero_grad()
-    F.cross_entropy(model(x), y).backward()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    (1e-9 * F.cross_entropy(model(x), y)).backward()
+    with pytest.warns(UserWarning, match="left out"):
         optimizer.step()
     assert_finite(model, optimizer)
+    with pytest.raises(ValueError, match="lr"):
+        rkfac.RSKFAC(small_net(), lr=1e39)
