@@ -159,7 +159,7 @@ CHOICES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "average": ({}, {"loss_average": "sum"}),
     "fisher": ({}, {"fisher": "mc"}),
     "likelihood": ({"fisher": "mc"}, {"fisher": "mc", "likelihood": "gaussian"}),
-    "start": ({}, {"factor_start": "unbiased"}),
+    "start": ({}, {"factor_start": "identity"}),
     "decomposition": ({"decomposition": rkfac.RSVD()}, {"decomposition": rkfac.SREVD()}),
     "fallback": ({}, {"fallback": "adamw"}),
     "tail": ({}, {"tail": "trace"}),
