@@ -98,14 +98,19 @@ def _normalised(both: Tensor, output: Tensor, input: Tensor, rest: Tensor) -> Mu
 
 @dataclass(frozen=True, eq=False)
 class Solution:
-    """S = scale * matrix, the matrix having entries of about one; `scale` is a float64 number on the device."""
+    """S = scale * [matrix | vector], entries of about one; `scale` is a float64 number on the device.
 
-    matrix: Float[Tensor, "*batch dg da"]
+    The bias's column stands apart, so that the matrix has the weight's own layout.
+    """
+
+    matrix: Float[Tensor, "*batch dg dw"]
+    vector: Float[Tensor, "*batch dg"] | None
     scale: Float[Tensor, ""]
 
     def dense(self) -> Float[Tensor, "*batch dg da"]:
         """S in float64 (inspection and tests)."""
-        return self.matrix.double() * self.scale
+        S = self.matrix if self.vector is None else torch.cat([self.matrix, self.vector[..., None]], dim=-1)
+        return S.double() * self.scale
 
 
 class Preconditioner(ABC):
@@ -144,26 +149,38 @@ class _Short(Preconditioner):
         self.plain = m.rest.ndim == 0 and float(m.rest) == 1.0  # as nearly always: then J itself stays as it is
 
     def solve(self, J: Tensor, j: Tensor | None) -> Solution:
-        matrix, size = _joined(J, j, self.G.U.dtype)
+        matrix, vector, size = _in_units_of_its_peak(J, j, self.G.U.dtype)
         U_G, U_A = self.G.U, self.A.U
-        P = U_G.mT @ matrix  # r_G x d_A
+        P = _joined(U_G.mT @ matrix, None if vector is None else (U_G.mT @ vector[..., None])[..., 0])  # r_G x d_A
         K = P @ U_A  # r_G x r_A
         if self.G.full and self.A.full:
-            S = U_G @ ((K * self.both) @ U_A.mT)
-        elif self.G.full:
-            S = U_G @ (self.output[..., None] * P + (K * (self.both - self.output[..., None])) @ U_A.mT)
-        else:
-            R = matrix @ U_A  # d_G x r_A
-            if self.A.full:
-                S = (R * self.input[..., None, :] + U_G @ (K * (self.both - self.input[..., None, :]))) @ U_A.mT
-            else:
-                rest = self.rest[..., None, None]
-                corner = self.both - self.output[..., :, None] - self.input[..., None, :] + rest
-                top = (self.output - self.rest[..., None])[..., :, None] * P + (K * corner) @ U_A.mT
-                left = torch.cat([U_G, R * (self.input - self.rest[..., None])[..., None, :]], dim=-1)
-                add = torch.Tensor.addmm_ if matrix.ndim == 2 else torch.Tensor.baddbmm_
-                S = add(matrix if self.plain else matrix.mul_(rest), left, torch.cat([top, U_A.mT], dim=-2))
-        return Solution(S, self.scale * size)
+            return self._product(U_G, (K * self.both) @ U_A.mT, vector, size)
+        if self.G.full:
+            right = self.output[..., None] * P + (K * (self.both - self.output[..., None])) @ U_A.mT
+            return self._product(U_G, right, vector, size)
+        R = matrix @ U_A[..., : J.shape[-1], :]  # d_G x r_A
+        if vector is not None:
+            R = R + vector[..., :, None] * U_A[..., -1:, :]
+        if self.A.full:
+            left = R * self.input[..., None, :] + U_G @ (K * (self.both - self.input[..., None, :]))
+            return self._product(left, U_A.mT, vector, size)
+        rest = self.rest[..., None, None]
+        corner = self.both - self.output[..., :, None] - self.input[..., None, :] + rest
+        top = (self.output - self.rest[..., None])[..., :, None] * P + (K * corner) @ U_A.mT
+        left = torch.cat([U_G, R * (self.input - self.rest[..., None])[..., None, :]], dim=-1)
+        right = torch.cat([top, U_A.mT], dim=-2)
+        add = torch.Tensor.addmm_ if matrix.ndim == 2 else torch.Tensor.baddbmm_
+        S = add(matrix if self.plain else matrix.mul_(rest), left, right[..., : J.shape[-1]].contiguous())
+        if vector is not None:
+            vector = self.rest[..., None] * vector + (left @ right[..., -1:])[..., 0]
+        return Solution(S, vector, self.scale * size)
+
+    def _product(self, left: Tensor, right: Tensor, vector: Tensor | None, size: Tensor) -> Solution:
+        """S = left @ right, with or without a column for the bias."""
+        if vector is None:
+            return Solution(left @ right, None, self.scale * size)
+        matrix = left @ right[..., :-1].contiguous()
+        return Solution(matrix, (left @ right[..., -1:])[..., 0], self.scale * size)
 
 
 class _Exact(Preconditioner):
@@ -179,7 +196,8 @@ class _Exact(Preconditioner):
         self.rest_G, self.rest_A = not G.full, not A.full
 
     def solve(self, J: Tensor, j: Tensor | None) -> Solution:
-        matrix, size = _joined(J, j, torch.float64)
+        weight, bias, size = _in_units_of_its_peak(J, j, torch.float64)
+        matrix = _joined(weight, bias)
         m, U_G, U_A = self.m, self.U_G, self.U_A
         P = U_G.mT @ matrix
         K = P @ U_A
@@ -193,7 +211,7 @@ class _Exact(Preconditioner):
             S = S + (R * m.input[..., None, :]) @ U_A.mT
             if self.rest_A:
                 S = S + m.rest[..., None, None] * (below - R @ U_A.mT)
-        return _in_own_units(S, m.scale * size, self.dtype)
+        return _in_own_units(S, m.scale * size, self.dtype, j is not None)
 
 
 class _OneHot(Preconditioner):
@@ -204,12 +222,12 @@ class _OneHot(Preconditioner):
         self.both, self.input = m.both.to(G.U), m.input.to(G.U)
 
     def solve(self, J: Tensor, j: Tensor | None) -> Solution:
-        matrix, size = _joined(J, j, self.G.U.dtype)
+        matrix, _, size = _in_units_of_its_peak(J, None, self.G.U.dtype)
         K = self.G.U.mT @ matrix
         S = self.G.U @ (K * self.both)
         if not self.G.full:
             S = S + (matrix - self.G.U @ K) * self.input
-        return _in_own_units(S, self.scale * size, self.G.U.dtype)
+        return _in_own_units(S, self.scale * size, self.G.U.dtype, False)
 
 
 def _orthonormal(U: Tensor) -> Tensor:
@@ -217,26 +235,30 @@ def _orthonormal(U: Tensor) -> Tensor:
     return 1.5 * U - 0.5 * (U @ (U.mT @ U))
 
 
-def _joined(J: Tensor, j: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """[J | j] in units of a power of two near its largest entry, a copy of its own, and that unit in float64."""
+def _in_units_of_its_peak(J: Tensor, j: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Copies of J and j in units of a power of two near their largest entry, and that unit in float64."""
     peak = _peak(J) if j is None else torch.maximum(_peak(J), _peak(j))
     # Not beyond what can be a factor in this precision; NaN and Inf have no exponent and stay what they are.
     largest = 120 if torch.finfo(J.dtype).bits <= 32 else 1000
     exponent = torch.frexp(peak.double()).exponent.clamp(-largest, largest)
     unit = torch.exp2(-exponent.to(dtype))
-    matrix = torch.empty(*J.shape[:-1], J.shape[-1] + (j is not None), dtype=dtype, device=J.device)
-    torch.mul(J, unit, out=matrix[..., : J.shape[-1]])
-    if j is not None:
-        torch.mul(j, unit, out=matrix[..., -1])
+    matrix = torch.mul(J, unit, out=torch.empty(J.shape, dtype=dtype, device=J.device))
     # A gradient of zero has no size: beside a damping below 1e-38 any other would be Inf in float32, and 0 * Inf is NaN.
-    return matrix, torch.where(peak == 0, 0.0, torch.exp2(exponent.double()))
+    size = torch.where(peak == 0, 0.0, torch.exp2(exponent.double()))
+    return matrix, None if j is None else (j * unit).to(dtype), size
 
 
-def _in_own_units(S: Tensor, scale: Tensor, dtype: torch.dtype) -> Solution:
+def _joined(matrix: Tensor, vector: Tensor | None) -> Tensor:
+    """The bias is the last column."""
+    return matrix if vector is None else torch.cat([matrix, vector[..., None]], dim=-1)
+
+
+def _in_own_units(S: Tensor, scale: Tensor, dtype: torch.dtype, bias: bool) -> Solution:
     """With entries of about one: the multipliers that matter may be far below the largest one."""
     peak = _peak(S).double()
     unit = torch.where(peak > 0, peak, 1.0)
-    return Solution((S / unit).to(dtype), scale * unit)
+    S = (S / unit).to(dtype)
+    return Solution(S[..., :-1], S[..., -1], scale * unit) if bias else Solution(S, None, scale * unit)
 
 
 def _peak(t: Tensor) -> Tensor:

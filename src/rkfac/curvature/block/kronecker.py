@@ -83,10 +83,9 @@ class KroneckerBlock(Block):
             J = self.adapter.matrix(self.module, gradients[0])
             j = self.adapter.vector(self.module, gradients[1]) if self.bias else None
             solution = self._inverse(group).solve(J, j)
-            S = solution.matrix
-            parts = [self.adapter.tensor(self.module, S[..., : J.shape[-1]])]
-            if j is not None:
-                parts.append(S[..., -1].reshape(gradients[1].shape))
+            parts = [self.adapter.tensor(self.module, solution.matrix)]
+            if solution.vector is not None:
+                parts.append(solution.vector.reshape(gradients[1].shape))
             return Direction(tuple(parts), solution.scale, gradients)
 
     def multiply(self, change: tuple[Tensor, ...], group: Group) -> tuple[Tensor, ...]:
