@@ -26,26 +26,39 @@ def small_net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 2))
 
 
-@pytest.mark.parametrize("loss", ["regression", "classes"])
-@pytest.mark.parametrize("seed", [0])
-def test_thousands_of_steps_past_convergence_change_nothing_for_the_worse(seed: int, loss: str) -> None:
-    """`factor_every` makes a short run forget its first gradients as completely as a long one does."""
-    torch.manual_seed(seed)
+def test_a_model_that_has_long_converged_stays_whole() -> None:
+    """The run that wrote NaN after 8,600 steps, with statistics at every step so that it needs only 1,250 of them.
+
+    By then the identity has decayed to nothing, gradients are of 1e-10, and squares of reciprocals leave float32.
+    """
+    torch.manual_seed(0)
     model = small_net()
-    x = torch.randn(64, 10)
-    y = model(x).detach() + 0.1 * torch.randn(64, 2) if loss == "regression" else torch.randint(2, (64,))
-    model = small_net()
-    optimizer = rkfac.RSKFAC(model, lr=0.1, factor_every=1, inverse_every=10, factor_decay=0.5)
-    criterion = F.mse_loss if loss == "regression" else F.cross_entropy
-    first = last = 0.0
-    for i in range(250):
+    x, y = torch.randn(64, 10), torch.randint(2, (64,))
+    optimizer = rkfac.RSKFAC(model, lr=0.1, factor_every=1, inverse_every=5, factor_start="identity")
+    for _ in range(1400):
         optimizer.zero_grad()
-        value = criterion(model(x), y)
-        value.backward()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
         optimizer.step()
-        first, last = (value.item(), 0.0) if i == 0 else (first, value.item())
     assert_finite(model, optimizer)
-    assert last < 0.1 * first
+    assert loss < 1e-6
+
+
+def test_a_regression_converges_with_averages_of_short_memory() -> None:
+    torch.manual_seed(0)
+    teacher, model = small_net(), small_net()
+    x = torch.randn(64, 10)
+    y = teacher(x).detach()
+    optimizer = rkfac.RSKFAC(model, lr=0.1, factor_every=1, inverse_every=10, factor_decay=0.5)
+    found = []
+    for _ in range(250):
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    assert_finite(model, optimizer)
+    assert found[-1] < 0.1 * found[0]
 
 
 @pytest.mark.parametrize("start", ["identity", "unbiased", "paper"])
