@@ -48,6 +48,16 @@ def replace_compiled_call(module: nn.Module, call: Any) -> None:
         module._compiled_call_impl = call
 
 
+def own_parameter(module: nn.Module, name: str) -> nn.Parameter | None:
+    """A module's own parameter, None when it has none of that name; quicker than looking through all."""
+    return module._parameters.get(name)
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was changed in place."""
+    return int(tensor._version)
+
+
 def is_replica(module: nn.Module) -> bool:
     """Whether a module is one of nn.DataParallel's copies for another device."""
     return bool(getattr(module, "_is_replica", False))

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import rkfac
 from curvature.brute import Problem, block_of, each_problem, held, kfac, losses, statistics, weight_layers
 from rkfac.curvature.block import Direction
+from rkfac.curvature.damping import RULES
 
-RULES = ["factored", "product", "pi"]
 each_rule = pytest.mark.parametrize("rule", RULES)
 each_measure = pytest.mark.parametrize("relative", [True, False], ids=["relative", "absolute"])
 DAMPING = 0.07

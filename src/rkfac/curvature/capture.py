@@ -13,85 +13,15 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rkfac import compat
+from rkfac.curvature.calls import Arrival, Call, Observer, Pass, Watched
 from rkfac.curvature.hooks import BROKEN_GRAPH, Hook, Removable, first_tensor, full_precision
-
-
-class Observer(Protocol):
-    """Who receives a layer's statistics."""
-
-    name: str
-    module: nn.Module
-    weight: nn.Parameter
-    wanted: bool
-
-    @property
-    def trouble(self) -> str:
-        """Why the layer cannot be preconditioned any more, or an empty string."""
-
-    def terms(self, x: Tensor, g: Tensor) -> int:
-        """How many terms a loss has that is reached from the layer's output directly."""
-
-    def observe(self, x: Tensor, g: Tensor, one_pass: Any, terms: int) -> None:
-        """Input and output gradient of one call of the layer that counts."""
-
-    def explains(self, calls: list[tuple[Tensor, Tensor]], gradient: Tensor) -> bool | None:
-        """Whether these calls are where the weight's gradient comes from."""
-
-    def discard(self) -> None:
-        """Drop what was observed."""
-
-
-@dataclass(eq=False)
-class Pass:
-    """One forward of the model: calls of a layer within it are positions, calls in another are more samples.
-
-    `terms` is what the loss averages over: how many targets were drawn, or, since nobody tells, the samples in the layer
-    that the backward pass reaches first. The order of the model's arguments and of their dimensions has no say in it.
-    """
-
-    differentiated: bool = False
-    terms: int | None = None
-
-
-@dataclass(eq=False)
-class Call:
-    """One call of a layer: its input, and the place it has in a forward."""
-
-    one_pass: Pass
-    x: Tensor
-    drawn: Tensor | None = None  # gradient of a sampled target
-    backwards: int = 0
-
-
-@dataclass(eq=False)
-class Arrival:
-    """A gradient at a call's output; backward passes may be nested, so each has arrivals of its own."""
-
-    call: Call
-    task: int
-    gradient: Tensor
-
-
-@dataclass(eq=False)
-class Watched:
-    """A layer under observation, and what is known of it since the last step."""
-
-    observer: Observer
-    arrived: list[Arrival] = field(default_factory=list)  # gradients that may or may not reach the weight
-    counted: tuple[Tensor, int] | None = None  # the .grad its statistics belong to, and its version
-    followed: bool = False
-    verified: bool = False
-    foreign: str = ""  # why it must not be preconditioned after all
-    doubled: bool = False  # a graph of gradients was built through it since the last step
-    seen: bool = False  # its calls reached this capture since the last step
 
 
 class Capture:
@@ -235,6 +165,8 @@ class Capture:
                 stacklevel=2,
             )
         self.drop_stale(watched.observer)
+        if not watched.verified and watched.counted is None and _holds_something(watched.observer.weight.grad):
+            watched.doubled = True  # the sum with what was there before is not what these calls explain
         task = compat.graph_task()
         if call.one_pass.terms is None and g.numel():
             call.one_pass.terms = watched.observer.terms(call.x, g)
@@ -275,7 +207,7 @@ class Capture:
                         observer.observe(call.x, statistic, call.one_pass, call.one_pass.terms)
         for arrival in arrivals:
             arrival.call.drawn = None
-        watched.counted = (gradient, gradient._version)
+        watched.counted = (gradient, compat.version_of(gradient))
 
     def _verify(self, watched: Watched, arrivals: list[Arrival], gradient: Tensor) -> None:
         """Once a layer: see that its gradient is what its calls say it is."""
@@ -300,12 +232,16 @@ class Capture:
         return self._pass
 
 
+def _holds_something(gradient: Tensor | None) -> bool:
+    return gradient is not None and bool(gradient.any())
+
+
 def _dropped(counted: tuple[Tensor, int], gradient: Tensor | None) -> bool:
     """Whether the gradient that statistics were counted for was set to None, replaced or zeroed since."""
     known, version = counted
     if gradient is not known:
         return True
-    return gradient._version != version and not bool(gradient.any())  # scaled or clipped is not dropped
+    return compat.version_of(gradient) != version and not bool(gradient.any())  # scaled or clipped is not dropped
 
 
 # --- hooks

@@ -2,7 +2,7 @@
 
 Targets are drawn when the loss's gradient arrives at the model's output, at the very beginning of the backward pass: one
 more pass through the activations sends their gradients to every layer, and what the loss's own backward then finds at a
-layer counts with the drawn gradient in the place of the loss's. A forward that is never differentiated costs nothing.
+layer counts with the drawn gradient in the place of the loss's. A forward that is never differentiated draws nothing.
 The output is that of the outermost module called, which need not be the model itself (`self.net(x)`, or
 `model.head(model.body(x))`: the piece whose output gradient arrives first).
 """
@@ -19,11 +19,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from rkfac import compat
-from rkfac.curvature.capture import Arrival, Call, Capture, Observer, Pass, Watched
+from rkfac.curvature.calls import Arrival, Call, Observer, Pass, Watched
+from rkfac.curvature.capture import Capture
 from rkfac.curvature.fisher import Likelihood
 from rkfac.curvature.hooks import BROKEN_GRAPH, Hook, full_precision
 from rkfac.curvature.randomness import Randomness
 
+MOST_OPEN = 32  # forwards before one backward that a step may have
 ADVICE = "call optimizer.sample_fisher(logits) after each forward"
 
 
@@ -40,6 +42,10 @@ class SampledPass(Pass):
     )  # outputs by number, here so that they can be let go
     drawn: bool = False
     unread: str = ""  # what was returned instead of logits
+
+    def let_go(self) -> None:
+        """Of the graph, which holds hooks that hold this."""
+        self.calls, self.outputs, self.logits = [], [], {}
 
 
 class SampledCapture(Capture):
@@ -77,12 +83,14 @@ class SampledCapture(Capture):
         self._inside.clear()
         passes, self._open = self._open, []
         for one_pass in passes:
-            one_pass.calls, one_pass.outputs, one_pass.logits = [], [], {}
+            one_pass.let_go()
 
     def new_pass(self) -> Pass:
         """With room for its calls."""
         made = SampledPass()
         self._open.append(made)
+        if len(self._open) > MOST_OPEN:  # forwards that nobody differentiates, as in a validation without no_grad
+            self._open.pop(0).let_go()
         return made
 
     # --- what the hooks do
@@ -116,7 +124,7 @@ class SampledCapture(Capture):
             current.unread = ""
             number = len(current.outputs)
             current.outputs.append((number, get_gradient_edge(logits)))
-            current.logits[number] = (logits, logits._version)
+            current.logits[number] = (logits, compat.version_of(logits))
             logits.register_hook(_OutputHook(self, current, number))
 
     def registered(self, watched: Watched, call: Call, output: Tensor) -> None:
@@ -142,7 +150,7 @@ class SampledCapture(Capture):
         if not current.drawn:
             logits, version = current.logits.pop(number, (None, 0))
             current.logits = {}
-            if logits is not None and logits._version != version:
+            if logits is not None and compat.version_of(logits) != version:
                 self.refuse(RuntimeError(f"fisher='mc': the model's output was changed in place: do not, or {ADVICE}"))
             elif logits is not None:
                 self.draw(logits, current)

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rkfac.linalg import peak
+
 WORTH_SPLITTING = 512  # columns below which one product is faster than four
 # So that the unit itself is a number in the rows' precision, and its square one in float64.
 LARGEST_EXPONENT = {torch.float32: 120, torch.float64: 480}
@@ -44,7 +46,7 @@ class Moment:
             self._parts = [(values, rows.new_zeros(()))]
             return
         largest = LARGEST_EXPONENT[rows.dtype]
-        exponent = torch.frexp(_peak(rows)).exponent.clamp(-largest, largest).to(rows.dtype)
+        exponent = torch.frexp(peak(rows)).exponent.clamp(-largest, largest).to(rows.dtype)
         self._count += rows.shape[-2]
         if not self._summed and self._count <= rows.shape[-1]:
             # A copy: the source may change in place before the step, as an input buffer used again or an output gradient
@@ -75,7 +77,7 @@ class Moment:
 
     def readings(self) -> list[Tensor]:
         """Numbers the host must know before the moment can be used: peak and exponent of each part."""
-        return [t.double() for part, exponent in self._parts for t in (_peak(part), exponent)]
+        return [t.double() for part, exponent in self._parts for t in (peak(part), exponent)]
 
     def settle(self, numbers: list[float]) -> bool:
         """Take what `readings` were; whether everything is finite."""
@@ -106,12 +108,6 @@ class Moment:
             else:
                 add_gram(value, part.to(value), keep, weight)
             keep = 1.0
-
-
-def _peak(rows: Tensor) -> Tensor:
-    """Largest magnitude; NaN if there is one."""
-    low, high = torch.aminmax(rows)
-    return torch.maximum(-low, high)
 
 
 def add_gram(matrix: Tensor, rows: Tensor, keep: float, take: float) -> None:

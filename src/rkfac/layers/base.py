@@ -17,6 +17,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from rkfac import compat
+
 MAX_CHUNK = 1 << 24  # elements of unfolded rows held at once: 64 MB in float32
 
 
@@ -29,7 +31,7 @@ class Adapter(ABC):
 
     def has_bias(self, module: nn.Module) -> bool:
         """Whether a bias (or shift) takes part: one that is trained."""
-        bias = own_parameters(module).get("bias")
+        bias = compat.own_parameter(module, "bias")
         return bias is not None and bias.requires_grad
 
     @abstractmethod
@@ -160,9 +162,3 @@ def statistics_dtype(x: Tensor) -> torch.dtype:
 def append_one(rows: Tensor, bias: bool) -> Tensor:
     """The bias is the last column of the input rows."""
     return torch.cat([rows, rows.new_ones(*rows.shape[:-1], 1)], dim=-1) if bias else rows
-
-
-def check_sharing(sharing: str) -> None:
-    """Refuse unknown rules for layers applied at several positions."""
-    if sharing not in ("expand", "reduce"):
-        raise ValueError(f"weight_sharing must be 'expand' or 'reduce', got {sharing!r}")

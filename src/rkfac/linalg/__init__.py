@@ -15,6 +15,7 @@ from rkfac.linalg.lowrank import LowRank
 from rkfac.linalg.online import correct, online_update
 from rkfac.linalg.orthonormal import orthonormal
 from rkfac.linalg.rank import adaptive, inverse_error, probe_error, sufficient_rank, trace_error
+from rkfac.linalg.scaling import peak
 from rkfac.linalg.sketch import nystrom, rsvd, srevd
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "nystrom",
     "online_update",
     "orthonormal",
+    "peak",
     "preconditioner",
     "probe_error",
     "product",

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rkfac.linalg.lowrank import LowRank
+from rkfac.linalg.scaling import peak
 from rkfac.linalg.shapes import Float
 
 # Share of rounding in S up to which the short formula J + left @ right may be used: there the kept modes come out as
@@ -237,14 +238,14 @@ def _orthonormal(U: Tensor) -> Tensor:
 
 def _in_units_of_its_peak(J: Tensor, j: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Tensor]:
     """Copies of J and j in units of a power of two near their largest entry, and that unit in float64."""
-    peak = _peak(J) if j is None else torch.maximum(_peak(J), _peak(j))
+    largest_entry = peak(J) if j is None else torch.maximum(peak(J), peak(j))
     # Not beyond what can be a factor in this precision; NaN and Inf have no exponent and stay what they are.
     largest = 120 if torch.finfo(J.dtype).bits <= 32 else 1000
-    exponent = torch.frexp(peak.double()).exponent.clamp(-largest, largest)
+    exponent = torch.frexp(largest_entry.double()).exponent.clamp(-largest, largest)
     unit = torch.exp2(-exponent.to(dtype))
     matrix = torch.mul(J, unit, out=torch.empty(J.shape, dtype=dtype, device=J.device))
     # A gradient of zero has no size: beside a damping below 1e-38 any other would be Inf in float32, and 0 * Inf is NaN.
-    size = torch.where(peak == 0, 0.0, torch.exp2(exponent.double()))
+    size = torch.where(largest_entry == 0, 0.0, torch.exp2(exponent.double()))
     return matrix, None if j is None else (j * unit).to(dtype), size
 
 
@@ -255,13 +256,7 @@ def _joined(matrix: Tensor, vector: Tensor | None) -> Tensor:
 
 def _in_own_units(S: Tensor, scale: Tensor, dtype: torch.dtype, bias: bool) -> Solution:
     """With entries of about one: the multipliers that matter may be far below the largest one."""
-    peak = _peak(S).double()
-    unit = torch.where(peak > 0, peak, 1.0)
+    largest = peak(S).double()
+    unit = torch.where(largest > 0, largest, 1.0)
     S = (S / unit).to(dtype)
     return Solution(S[..., :-1], S[..., -1], scale * unit) if bias else Solution(S, None, scale * unit)
-
-
-def _peak(t: Tensor) -> Tensor:
-    """Largest magnitude; NaN if there is one."""
-    low, high = torch.aminmax(t)
-    return torch.maximum(-low, high)

@@ -31,3 +31,9 @@ def times(V: Tensor, factor: Tensor) -> Tensor:
     """factor * V with a (positive) float64 factor a matrix; V's dtype need not hold it, so it goes in by halves."""
     half = power_near(factor.sqrt())
     return (V * half.to(V.dtype)[..., None, None]).mul_((factor / half).to(V.dtype)[..., None, None])
+
+
+def peak(t: Tensor) -> Tensor:
+    """Largest magnitude of all entries in one pass; NaN if there is one."""
+    low, high = torch.aminmax(t)
+    return torch.maximum(-low, high)

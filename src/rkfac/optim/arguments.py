@@ -17,10 +17,9 @@ def _number(low: float, high: float, *, low_open: bool = False, high_open: bool 
 
     def check(name: str, value: Any) -> None:
         if isinstance(value, bool) or not isinstance(value, int | float):
-            # Tensors (a capturable learning rate) are left to torch's own rules.
-            if name == "lr" and hasattr(value, "item"):
-                return
-            raise ValueError(f"{name} must be a number in {bounds}, got {value!r}")
+            if name != "lr" or not isinstance(value, torch.Tensor) or value.numel() != 1:
+                raise ValueError(f"{name} must be a number in {bounds}, got {value!r}")
+            value = float(value)  # a capturable learning rate
         above = value > low if low_open else value >= low
         below = value < high if high_open else value <= high
         if not (above and below):
@@ -75,6 +74,9 @@ def check_group(group: Mapping[str, Any]) -> None:
         if name in group:
             rule(name, group[name])
     check_flag("maximize", group.get("maximize", False))
+    shrink = float(group.get("lr", 0.0)) * float(group.get("weight_decay", 0.0))
+    if shrink > 2:
+        raise ValueError(f"lr times weight_decay is {shrink:g}: beyond 2 the decay makes weights grow")
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:

@@ -115,6 +115,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         # In the model's order, so that random numbers of a shared generator do not depend on when a layer joined.
         self._blocks = {name: known[name] for name, _ in self._model.named_modules() if name in known}
         self._reasons = found.reasons
+        self._names = {id(p): name for name, p in self._model.named_parameters()}
         self._plan()
 
     def _plan(self) -> None:
@@ -147,7 +148,8 @@ class CurvatureOptimizer(torch.optim.Optimizer):
 
     def _discard(self) -> None:
         for block in self._blocks.values():
-            block.discard()
+            if not block.pending.empty:
+                block.discard()
 
     # --- the step
 
@@ -208,8 +210,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
 
     def _update(self) -> None:
         """All directions are made before any parameter moves: an error on the way leaves the model as it was."""
-        names = {id(p): name for name, p in self._model.named_parameters()}
-        moves = planned(self._blocks.values(), self.param_groups, names, self.state, self._fallback, self._gate)
+        moves = planned(self._blocks.values(), self.param_groups, self._names, self.state, self._fallback, self._gate)
         self._gate.report()
         for move in moves:
             apply(move, self.state, self._step)

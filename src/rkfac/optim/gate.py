@@ -18,7 +18,7 @@ from rkfac.optim.report import listed
 
 
 class Gate:
-    """Counts refusals in a row by name; `max_failures` of them are an error, raised before anything is touched."""
+    """Counts refusals in a row by name; `max_failures` of them are an error, raised before any parameter moves."""
 
     def __init__(self, max_failures: int) -> None:
         self.max_failures = max_failures
@@ -44,12 +44,11 @@ class Gate:
             self._refused.append(name)
         return passed
 
-    def mended(self, buffer: Tensor) -> Tensor:
-        """Whether a buffer was finite; what was not becomes zero, so that it is refused once and not for ever."""
-        low, high = torch.aminmax(torch.view_as_real(buffer) if buffer.is_complex() else buffer)
-        finite = torch.isfinite(low) & torch.isfinite(high)
+    def mended(self, buffer: Tensor, factor: float) -> Tensor:
+        """Whether a buffer times a factor is finite; otherwise it becomes zero, to be refused once and not for ever."""
+        finite = moderate(torch.view_as_real(buffer) if buffer.is_complex() else buffer, False, factor)
         if not self.at_once(buffer) or not bool(finite):
-            buffer.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+            buffer.copy_(torch.where(finite, buffer, torch.zeros_like(buffer)))
         return finite
 
     def report(self) -> None:
@@ -64,7 +63,8 @@ class Gate:
                 f"the update of {listed(refused)} was NaN, Inf or beyond all numbers {times} times in a row. Model and "
                 "optimizer are intact: save them, then lower the learning rate, raise the damping or look at the loss."
             )
-        warnings.warn(f"updates with NaN or Inf were left out for {listed(refused)}", stacklevel=6)
+        text = f"updates with NaN, Inf or beyond all numbers were left out for {listed(refused)}"
+        warnings.warn(text, stacklevel=6)
 
     # --- other devices
 

@@ -109,4 +109,5 @@ def all_or_nothing(optimizer: Any, blocks: Mapping[str, Block], rewind: Callable
         optimizer.state, optimizer.param_groups = state, groups
         for name, block in blocks.items():
             vars(block).update(before[name])
-        raise ValueError(f"the saved state does not fit this model: {type(error).__name__}: {error}") from error
+        why = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise ValueError(f"the saved state does not fit this optimizer: {why}") from error

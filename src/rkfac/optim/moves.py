@@ -79,7 +79,7 @@ def _preconditioned(
     direction = block.direction(gradients, group)
     clip = update.rms_clip(direction.norm, direction.size, group["update_clip"])
     length = direction.norm if clip is None else direction.norm * clip
-    finite = bounded(length * max(1.0, float(group["lr"])), block.weight.dtype)
+    finite = bounded(length * _longest(group), block.weight.dtype)
     targets: list[tuple[nn.Parameter, Group, Tensor | None] | None] = []
     for p in block.parameters:
         own = group_of.get(id(p))
@@ -89,7 +89,7 @@ def _preconditioned(
         buffer = update.momentum_buffer(state[p], p) if own["momentum"] else None
         targets.append((p, own, buffer))
         if buffer is not None:
-            finite = finite & gate.mended(buffer)
+            finite = finite & gate.mended(buffer, _longest(own))
     passed = gate.passes(block.name, finite)
     if passed is not True:
         direction = direction.masked(torch.as_tensor(passed, device=block.weight.device))
@@ -131,9 +131,9 @@ def _plain(
                 continue
             update.PREPARE[fallback](state[p], p, group)
             gradient = torch.view_as_real(p.grad) if p.grad.is_complex() else p.grad
-            finite = moderate(gradient, fallback == "adamw", max(1.0, group["lr"] * group["fallback_scale"]))
+            finite = moderate(gradient, fallback == "adamw", _longest(group))
             for buffer in state[p].values():
-                finite = finite & gate.mended(buffer) if isinstance(buffer, Tensor) else finite
+                finite = finite & gate.mended(buffer, _longest(group)) if isinstance(buffer, Tensor) else finite
             passed = gate.passes(names.get(id(p), "a parameter outside the model"), finite)
             kept = p.grad if passed is True else torch.where(torch.as_tensor(passed, device=p.device), p.grad, 0)
             moves.append(Plain(p, kept, group, fallback, held.get(id(p))))
@@ -166,6 +166,11 @@ def _apply_plain(move: Plain, state: State, step: int) -> None:
     direction = update.FALLBACKS[move.rule](state[p], move.gradient, group, move.largest)
     update.decay(p, group, step)
     p.add_(direction, alpha=_signed(group) * group["fallback_scale"])
+
+
+def _longest(group: Group) -> float:
+    """What an update or a buffer is multiplied by at most."""
+    return max(1.0, float(group["lr"]) * max(1.0, group["fallback_scale"]))
 
 
 def _signed(group: Group) -> float:

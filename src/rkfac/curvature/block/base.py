@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from rkfac import compat
 from rkfac.curvature.block.direction import Direction
 from rkfac.curvature.damping import Damping
 from rkfac.curvature.decompose import Decomposition, Request
@@ -83,13 +84,13 @@ class Block(ABC):
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
         """The trained parameters it preconditions together: weight (or scale), then bias (or shift) if it is trained."""
-        bias = own_parameters(self.module).get("bias")
+        bias = compat.own_parameter(self.module, "bias")
         return (self.weight, bias) if self.bias and bias is not None else (self.weight,)
 
     @property
     def trouble(self) -> str:
         """Why the layer cannot be preconditioned any more, or an empty string."""
-        if own_parameters(self.module).get("weight") is not self.weight:
+        if compat.own_parameter(self.module, "weight") is not self.weight:
             return "its weight was replaced, pruned or parametrized after the optimizer was built: build a new one"
         return ""
 
@@ -136,7 +137,8 @@ class Block(ABC):
             found = sum((self._adapter.gradient(self.module, x, g) for x, g in calls), torch.zeros_like(gradient))
             size = torch.linalg.vector_norm(gradient.double())
             difference = float(torch.linalg.vector_norm((found - gradient).double()) / size)
-        telling = math.isfinite(difference) and float(size) > 1e-30  # below, float32 has few digits left
+            seen = bool(found.any())  # a branch that starts at zero has only its penalty's gradient at first
+        telling = math.isfinite(difference) and seen and float(size) > 1e-30  # below, float32 has few digits left
         return difference < 0.3 if telling else None
 
     def terms(self, x: Tensor, g: Tensor) -> int:

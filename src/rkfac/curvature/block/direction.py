@@ -39,10 +39,6 @@ class Direction:
         """Number of entries."""
         return sum(part.numel() for part in self.parts)
 
-    def finite(self) -> Tensor:
-        """Whether every entry is, on the device."""
-        return torch.isfinite(self.norm)
-
     def masked(self, keep: Tensor) -> Direction:
         """The same where `keep` (one truth value on the device) holds, zero elsewhere; without a synchronisation."""
         parts = tuple(torch.where(keep, part, torch.zeros_like(part)) for part in self.parts)

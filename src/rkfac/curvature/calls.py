@@ -1,0 +1,78 @@
+"""What a capture knows of a step: forwards, calls of layers, gradients that arrived, and who watches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+
+class Observer(Protocol):
+    """Who receives a layer's statistics."""
+
+    name: str
+    module: nn.Module
+    weight: nn.Parameter
+    wanted: bool
+
+    @property
+    def trouble(self) -> str:
+        """Why the layer cannot be preconditioned any more, or an empty string."""
+
+    def terms(self, x: Tensor, g: Tensor) -> int:
+        """How many terms a loss has that is reached from the layer's output directly."""
+
+    def observe(self, x: Tensor, g: Tensor, one_pass: Any, terms: int) -> None:
+        """Input and output gradient of one call of the layer that counts."""
+
+    def explains(self, calls: list[tuple[Tensor, Tensor]], gradient: Tensor) -> bool | None:
+        """Whether these calls are where the weight's gradient comes from."""
+
+    def discard(self) -> None:
+        """Drop what was observed."""
+
+
+@dataclass(eq=False)
+class Pass:
+    """One forward of the model: calls of a layer within it are positions, calls in another are more samples.
+
+    `terms` is what the loss averages over: how many targets were drawn, or, since nobody tells, the samples in the layer
+    that the backward pass reaches first. The order of the model's arguments and of their dimensions has no say in it.
+    """
+
+    differentiated: bool = False
+    terms: int | None = None
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of a layer: its input, and the place it has in a forward."""
+
+    one_pass: Pass
+    x: Tensor
+    drawn: Tensor | None = None  # gradient of a sampled target
+    backwards: int = 0
+
+
+@dataclass(eq=False)
+class Arrival:
+    """A gradient at a call's output; backward passes may be nested, so each has arrivals of its own."""
+
+    call: Call
+    task: int
+    gradient: Tensor
+
+
+@dataclass(eq=False)
+class Watched:
+    """A layer under observation, and what is known of it since the last step."""
+
+    observer: Observer
+    arrived: list[Arrival] = field(default_factory=list)  # gradients that may or may not reach the weight
+    counted: tuple[Tensor, int] | None = None  # the .grad its statistics belong to, and its version
+    followed: bool = False
+    verified: bool = False
+    foreign: str = ""  # why it must not be preconditioned after all
+    doubled: bool = False  # a graph of gradients was built through it since the last step
+    seen: bool = False  # its calls reached this capture since the last step
