@@ -21,7 +21,7 @@ from rkfac.linalg.shapes import Float
 
 # Share of rounding in S up to which the short formula J + left @ right may be used: there the kept modes come out as
 # differences of terms as large as the largest multiplier.
-TOLERATED = 4e-5
+TOLERATED = 5e-4
 
 
 @dataclass(frozen=True, eq=False)
