@@ -210,7 +210,8 @@ class CurvatureOptimizer(torch.optim.Optimizer):
 
     def _update(self) -> None:
         """All directions are made before any parameter moves: an error on the way leaves the model as it was."""
-        moves = planned(self._blocks.values(), self.param_groups, self._names, self.state, self._fallback, self._gate)
+        blocks, groups = self._blocks.values(), self.param_groups
+        moves = planned(blocks, groups, self._group_of, self._names, self.state, self._fallback, self._gate)
         self._gate.report()
         for move in moves:
             apply(move, self.state, self._step)

@@ -46,6 +46,7 @@ Move = Preconditioned | Plain
 def planned(
     blocks: Iterable[Block],
     groups: Sequence[dict[str, Any]],
+    group_of: Mapping[int, Group],
     names: Mapping[int, str],
     state: State,
     fallback: str,
@@ -53,9 +54,8 @@ def planned(
 ) -> list[Move]:
     """All moves of one step, with every buffer they need; what is not finite takes no part.
 
-    `names` are those of the parameters, by identity.
+    `group_of` and `names` are those of the parameters, by identity.
     """
-    group_of: dict[int, Group] = {id(p): group for group in groups for p in group["params"]}
     covered: set[int] = set()
     held: dict[int, float] = {}  # largest RMS of layers that wait for their first basis
     made: list[tuple[Block, Preconditioned]] = []
