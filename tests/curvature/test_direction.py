@@ -80,7 +80,7 @@ def as_parameters(module: nn.Module, S: Tensor) -> tuple[Tensor, ...]:
 @each_rule
 @each_measure
 def test_every_layer_equals_the_dense_formula(problem: Problem, rule: str, relative: bool) -> None:
-    optimizer = statistics(problem, damping_rule=rule, relative_damping=relative, damping=DAMPING)
+    optimizer = statistics(problem, damping_rule=rule, relative_to="largest" if relative else None, damping=DAMPING)
     for name in weight_layers(problem.model()):
         block = block_of(optimizer, name)
         J = gradient(block.module)
@@ -98,7 +98,7 @@ def test_every_layer_equals_the_dense_formula(problem: Problem, rule: str, relat
 @each_measure
 def test_the_damped_curvature_undoes_the_direction(problem: Problem, rule: str, relative: bool) -> None:
     """S^T (F + l) S = <S, J> when S = (F + l)^-1 J."""
-    optimizer = statistics(problem, damping_rule=rule, relative_damping=relative, damping=DAMPING)
+    optimizer = statistics(problem, damping_rule=rule, relative_to="largest" if relative else None, damping=DAMPING)
     for name in weight_layers(problem.model()):
         got = curved(optimizer, name, applied(optimizer, name))
         torch.testing.assert_close(got, made(optimizer, name).inner, rtol=1e-8, atol=1e-10)
@@ -211,7 +211,7 @@ def test_unit_blocks_are_small_solves_and_a_full_fisher_without_cross_unit_entri
 ) -> None:
     model = nn.Sequential(norm, nn.Tanh()).double()
     x = torch.randn(shape, dtype=torch.float64)
-    optimizer = kfac(model, relative_damping=relative, damping=DAMPING)
+    optimizer = kfac(model, relative_to="largest" if relative else None, damping=DAMPING)
     optimizer.zero_grad()
     losses(model(x)).mean().backward()
     optimizer.step()
@@ -256,7 +256,7 @@ def test_damping_to_infinity_gives_the_gradient_direction(rule: str) -> None:
     problem = Problem(
         "", lambda: nn.Sequential(nn.Conv2d(2, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(12, 2)), (4, 2, 3, 3)
     )
-    optimizer = statistics(problem, damping_rule=rule, relative_damping=False, damping=1e12)
+    optimizer = statistics(problem, damping_rule=rule, relative_to=None, damping=1e12)
     for name, block in optimizer._blocks.items():
         got = torch.cat([t.flatten() for t in applied(optimizer, name)])
         plain = torch.cat([p.grad.flatten() for p in block.parameters])

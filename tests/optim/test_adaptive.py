@@ -48,7 +48,7 @@ def closure_for(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor, sign: fl
 
 
 SETTINGS: dict[str, Any] = {"momentum": 0.0, "kl_clip": None, "factor_every": 1, "inverse_every": 1}
-SETTINGS |= {"relative_damping": False, "factor_start": "unbiased", "lr": 1.0, "update_clip": None}
+SETTINGS |= {"relative_to": None, "factor_start": "unbiased", "lr": 1.0, "update_clip": None}
 
 
 @pytest.mark.parametrize("rule", ["factored", "product", "pi"])

@@ -71,7 +71,7 @@ def test_great_damping_gives_the_gradient_direction(
     rule, so they are left out.
     """
     model, damping = make(), 1e9
-    settings = {"damping": damping, "damping_rule": rule, "relative_damping": False, "rank": 3, "exclude": "*Norm*"}
+    settings = {"damping": damping, "damping_rule": rule, "relative_to": None, "rank": 3, "exclude": "*Norm*"}
     made = optimizer(model, lr=damping**power, fallback_scale=0.0, **settings, **FRESH)
     covered = {r.name for r in made.report() if r.covered}
     start = parameters(model)

@@ -35,7 +35,7 @@ def test_the_paper_preset_says_what_section_5_and_its_experiments_say() -> None:
         "factor_decay": 0.95,
         "damping": 0.1,
         "damping_rule": "factored",
-        "relative_damping": True,
+        "relative_to": "largest",
         "factor_start": "paper",
         "rank": 220,
         "oversampling": 10,

@@ -1,7 +1,7 @@
 """Damping rules: small values that answer every question about damping.
 
-A rule knows what `damping` means (absolute, or in units of the largest eigenvalue), how it is shared between a layer's two
-factors, what the damped inverse and the damped curvature are, and which damping a factor of its own is up against.
+A rule knows what `damping` means (absolute, or in units of the mean or the largest eigenvalue), how it is shared between a
+layer's two factors, what the damped inverse and the damped curvature are, and which damping a factor is up against.
 """
 
 from __future__ import annotations
@@ -21,9 +21,22 @@ Low = LowRank | Diagonal
 
 @dataclass(frozen=True)
 class Damping(ABC):
-    """One rule; `relative`: damping is measured in units of the largest eigenvalue."""
+    """One rule; damping is measured in units of a factor's "mean" or "largest" eigenvalue, or is absolute (None)."""
 
-    relative: bool = True
+    relative_to: str | None = "mean"
+
+    def size(self, factor: Factor[Any]) -> Tensor:
+        """The eigenvalue that damping is measured in, a number a group; 1 for an absolute damping."""
+        if self.relative_to is None:
+            return torch.ones_like(factor.mean)
+        return factor.mean if self.relative_to == "mean" else factor.low.s.amax(-1)
+
+    def expected_size(self, factor: Factor[Any]) -> Tensor:
+        """The same, one number, before the coming decomposition: from the trace, and the last largest eigenvalue."""
+        mean = factor.trace().mean() / factor.shape[-1]
+        if self.relative_to is None:
+            return torch.ones_like(mean)
+        return factor.low.s.amax() if self.relative_to == "largest" and factor.ready else mean
 
     @abstractmethod
     def shares(self, damping: float, A: Factor[Any], G: Factor[Any]) -> tuple[Tensor, Tensor]:
@@ -44,10 +57,16 @@ class Damping(ABC):
     def in_force(self, damping: float, own: Factor[Any], other: Factor[Any]) -> tuple[float, bool]:
         """The damping one factor is up against before its decomposition is known, and whether it is relative."""
 
+    def alone(self, damping: float, own: Factor[Any]) -> tuple[float, bool]:
+        """The same for a factor that has no partner; the largest eigenvalue is best known to the decomposition."""
+        if self.relative_to == "largest":
+            return damping, True
+        return float(in_units_of(damping, self.expected_size(own))), False
+
     def unit(self, damping: float, factor: DenseFactor) -> Tensor:
         """What is added to the small blocks of a norm: one number for all units."""
-        largest = factor.low.s.amax()
-        return in_units_of(damping, largest) if self.relative else torch.full_like(largest, damping)
+        sizes = self.size(factor)
+        return in_units_of(damping, sizes.mean() if self.relative_to == "mean" else sizes.amax())
 
 
 @dataclass(frozen=True)
@@ -55,15 +74,12 @@ class Factored(Damping):
     """l on each factor: the paper's rule (Algorithms 1 and 4)."""
 
     def shares(self, damping: float, A: Factor[Any], G: Factor[Any]) -> tuple[Tensor, Tensor]:
-        """damping, or damping times each factor's own largest eigenvalue."""
-        largest = A.low.s.amax(-1), G.low.s.amax(-1)
-        if self.relative:
-            return in_units_of(damping, largest[0]), in_units_of(damping, largest[1])
-        return torch.full_like(largest[0], damping), torch.full_like(largest[1], damping)
+        """damping, or damping times each factor's own mean or largest eigenvalue."""
+        return in_units_of(damping, self.size(A)), in_units_of(damping, self.size(G))
 
     def in_force(self, damping: float, own: Factor[Any], other: Factor[Any]) -> tuple[float, bool]:
-        """Itself."""
-        return damping, self.relative
+        """Whatever the other one is."""
+        return self.alone(damping, own)
 
 
 class _Joint(Damping):
@@ -71,8 +87,11 @@ class _Joint(Damping):
 
     def total(self, damping: float, A: Factor[Any], G: Factor[Any]) -> Tensor:
         """What is added to the product of eigenvalues."""
-        largest = A.low.s.amax(-1) * G.low.s.amax(-1)
-        return in_units_of(damping, largest) if self.relative else torch.full_like(largest, damping)
+        return in_units_of(damping, self.size(A) * self.size(G))
+
+    def expected_total(self, damping: float, own: Factor[Any], other: Factor[Any]) -> Tensor:
+        """The same, before the coming decomposition."""
+        return in_units_of(damping, self.expected_size(own) * self.expected_size(other))
 
 
 @dataclass(frozen=True)
@@ -94,10 +113,11 @@ class Product(_Joint):
 
     def in_force(self, damping: float, own: Factor[Any], other: Factor[Any]) -> tuple[float, bool]:
         """l divided by the other factor's largest eigenvalue, or by its trace while that is not known."""
-        if self.relative:
+        if self.relative_to == "largest":
             return damping, True
         largest = other.low.s.amax() if other.ready else other.trace().amax()
-        return (damping / float(largest), False) if largest > 0 else (damping, False)
+        total = self.expected_total(damping, own, other)
+        return float(torch.where(largest > 0, total / largest, total)), False
 
 
 @dataclass(frozen=True)
@@ -110,19 +130,14 @@ class Pi(_Joint):
         return ratio * total, total / ratio
 
     def in_force(self, damping: float, own: Factor[Any], other: Factor[Any]) -> tuple[float, bool]:
-        """pi sqrt(l), from the traces and, for a relative l, from the last known largest eigenvalues."""
+        """pi sqrt(l), from the traces and, for an l in units of the largest eigenvalues, from the last known ones."""
         own_mean, other_mean = (f.trace().mean() / f.shape[-1] for f in (own, other))
-        total = torch.as_tensor(damping, dtype=torch.float64, device=own_mean.device)
-        if self.relative:
-            for factor, mean in ((own, own_mean), (other, other_mean)):
-                total = total * (factor.low.s.amax() if factor.ready else mean)
-        share = float(_ratio(own_mean, other_mean) * total.sqrt())
-        return (share, False) if share > 0 else (damping, self.relative)
+        return float(_ratio(own_mean, other_mean) * self.expected_total(damping, own, other).sqrt()), False
 
 
-def in_units_of(largest_share: float, largest: Tensor) -> Tensor:
-    """share * largest; 1 where nothing was seen yet, so that a dead layer keeps its plain gradient."""
-    return torch.where(largest > 0, largest_share * largest, torch.ones_like(largest))
+def in_units_of(damping: float, size: Tensor) -> Tensor:
+    """damping * size; 1 where nothing was seen yet, so that a dead layer keeps its plain gradient."""
+    return torch.where(size > 0, damping * size, torch.ones_like(size))
 
 
 def _ratio(mean_A: Tensor, mean_G: Tensor) -> Tensor:

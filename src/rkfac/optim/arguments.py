@@ -79,7 +79,7 @@ def check_group(group: Mapping[str, Any]) -> None:
         raise ValueError(f"lr times weight_decay is {shrink:g}: beyond 2 the decay makes weights grow")
 
 
-def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+def check_choice(name: str, value: Any, choices: tuple[str | None, ...]) -> None:
     """Refuse a word that is none of the choices."""
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")

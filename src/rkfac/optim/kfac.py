@@ -35,7 +35,7 @@ class KFAC(CurvatureOptimizer):
       params            torch-style parameter groups; all parameters of the model by default
       momentum*         of the preconditioned directions
       weight_decay*     decoupled from preconditioner and momentum; from step `weight_decay_from`* on
-      damping*          [lambda] relative to each factor's largest eigenvalue unless relative_damping=False
+      damping*          [lambda] in units of `relative_to`: a factor's "mean" or "largest" (paper) eigenvalue; None: absolute
       damping_rule      "factored": l on each factor; "product": on the product spectrum; "pi": split by the trace ratio
       factor_decay*, factor_every*, inverse_every*   [rho, T_KU, T_KI]
       factor_start      "unbiased": averages are free of their start; "identity": they start from I, which damps the
@@ -76,7 +76,7 @@ class KFAC(CurvatureOptimizer):
         weight_decay_from: int = 0,
         damping: float = 0.1,
         damping_rule: Literal["factored", "product", "pi"] = "factored",
-        relative_damping: bool = True,
+        relative_to: Literal["mean", "largest"] | None = "largest",
         factor_decay: float = 0.95,
         factor_every: int = 10,
         inverse_every: int = 50,
@@ -112,7 +112,7 @@ class KFAC(CurvatureOptimizer):
         check_choice("weight_sharing", weight_sharing, ("expand", "reduce"))
         check_choice("loss_average", loss_average, ("batch", "tokens", "sum"))
         check_choice("fallback", fallback, tuple(FALLBACKS))
-        check_flag("relative_damping", relative_damping)
+        check_choice("relative_to", relative_to, ("mean", "largest", None))
         check_flag("warm_start", warm_start)
         check_scaler("grad_scaler", grad_scaler)
         if isinstance(likelihood, str):
@@ -131,7 +131,7 @@ class KFAC(CurvatureOptimizer):
                 raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
         settings = Settings(
             decomposition=type(self).preset if decomposition is None else decomposition,
-            damping=RULES[damping_rule](relative=relative_damping),
+            damping=RULES[damping_rule](relative_to),
             tail=tail,
             warm_start=warm_start,
             weight_sharing=weight_sharing,

@@ -26,7 +26,7 @@ def test_absolute_damping_carries_norm_layers_without_curvature(norm: type[nn.Mo
     with torch.no_grad():
         model[2].weight[:, :3] = 0.0
     optimizer = rkfac.RSKFAC(
-        model, damping=1e-9, relative_damping=False, damping_rule=rule, factor_start="unbiased", **EVERY
+        model, damping=1e-9, relative_to=None, damping_rule=rule, factor_start="unbiased", **EVERY
     )
     x, y = torch.randn(1 if norm is nn.LayerNorm else 12, 6), torch.randint(4, (12,))
     y = y[: len(x)]  # one sample makes every block of two singular

@@ -38,7 +38,7 @@ def test_a_steady_state_costs_one_sketch_and_its_rank_follows_the_damping_in_for
         rank="auto",
         damping=damping,
         damping_rule=rule,
-        relative_damping=relative,
+        relative_to="largest" if relative else None,
         factor_every=1,
         inverse_every=1,
         factor_start="unbiased",

@@ -123,7 +123,7 @@ def test_a_damping_scheduled_to_its_ends_keeps_every_step_within_the_clip(
 ) -> None:
     model = small_net()
     x, y = torch.randn(64, 10), torch.randint(2, (64,))
-    optimizer = rkfac.RSKFAC(model, lr=0.1, damping_rule=rule, relative_damping=relative, rank=5, inverse_every=3)
+    optimizer = rkfac.RSKFAC(model, lr=0.1, damping_rule=rule, relative_to="largest" if relative else None, rank=5, inverse_every=3)
     for i in range(12):
         if i == 4:
             optimizer.param_groups[0]["damping"] = damping

@@ -122,7 +122,7 @@ def test_absolute_damping_gives_the_update_of_float64(name: str, rule: str) -> N
             lr=0.01,
             damping=damping,
             damping_rule=rule,
-            relative_damping=False,
+            relative_to=None,
             factor_start="unbiased",
         )
 
@@ -162,7 +162,7 @@ def test_norm_layers_with_gradients_of_1e_19_move_as_in_float64(norm: type[nn.Mo
         layer = norm(8).to(dtype)
         x, y = torch.randn(16, 8).to(dtype), torch.randn(16, 8).to(dtype)
         optimizer = rkfac.KFAC(
-            layer, momentum=0.5, factor_every=1, inverse_every=1, factor_start="unbiased", relative_damping=relative
+            layer, momentum=0.5, factor_every=1, inverse_every=1, factor_start="unbiased", relative_to="largest" if relative else None
         )
         with warnings.catch_warnings():
             warnings.simplefilter("error")

@@ -142,7 +142,7 @@ def test_a_refused_state_leaves_a_run_that_goes_on_bit_for_bit() -> None:
 
 CHOICES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "rule": ({"damping_rule": "factored"}, {"damping_rule": "pi"}),
-    "relative": ({}, {"relative_damping": False}),
+    "relative": ({}, {"relative_to": None}),
     "sharing": ({}, {"weight_sharing": "reduce"}),
     "average": ({}, {"loss_average": "sum"}),
     "fisher": ({}, {"fisher": "mc"}),

@@ -52,7 +52,7 @@ def test_the_first_argument_has_no_say(first: Any, fisher: str) -> None:
 
 
 @pytest.mark.parametrize("sizes", [(12, 5), (3, 20)])
-@pytest.mark.parametrize("damping", [{}, {"relative_damping": False, "damping": 0.1}])
+@pytest.mark.parametrize("damping", [{}, {"relative_to": None, "damping": 0.1}])
 def test_sequence_first_equals_batch_first(sizes: tuple[int, int], damping: dict[str, Any]) -> None:
     model = Tagger().double()
     other = twin(model)

@@ -18,7 +18,7 @@ from rkfac.layers.base import UnitAdapter, statistics_dtype
 
 
 class UnitBlock(Block):
-    """(F_u + l I)^-1 [dscale_u, dshift_u] for every unit u; a relative l is measured in the largest eigenvalue of all."""
+    """(F_u + l I)^-1 [dscale_u, dshift_u] for every unit u; a relative l is measured over all units."""
 
     kind = "unit-wise"
     positions_summed = True
@@ -55,7 +55,7 @@ class UnitBlock(Block):
 
     def decompose(self, group: Group) -> None:
         """Blocks this small are always decomposed exactly."""
-        in_force = group["damping"], self.settings.damping.relative
+        in_force = self.settings.damping.alone(group["damping"], self.factor)
         request = self.settings.request(group, self.name, "unit", self.version, in_force)
         self.factor.adopt(self.factor.refresh(replace(request, strategy=Exact())))
 
