@@ -86,7 +86,9 @@ class KroneckerAdapter(Adapter):
 
     def tensor(self, module: nn.Module, matrix: Tensor) -> Tensor:
         """A matrix (d_out, d_in) as a tensor of the weight's shape: the inverse of `matrix`."""
-        return matrix.reshape(own_parameters(module)["weight"].shape)
+        weight = compat.own_parameter(module, "weight")
+        assert weight is not None  # or no adapter would serve it
+        return matrix.reshape(weight.shape)
 
 
 class UnitAdapter(Adapter):

@@ -43,6 +43,19 @@ def _rank(name: str, value: Any) -> None:
         _integer(1)(name, value)
 
 
+def check_flag(name: str, value: Any) -> None:
+    """Refuse anything but True and False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {value!r}")
+
+
+def _betas(name: str, value: Any) -> None:
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise ValueError(f"{name} must be two numbers in [0, 1), got {value!r}")
+    for beta in value:
+        _number(0, 1, high_open=True)(name, beta)
+
+
 def _optional(check: Any) -> Any:
     return lambda name, value: None if value is None else check(name, value)
 
@@ -53,6 +66,10 @@ NOT_NEGATIVE = _number(0, math.inf, high_open=True)
 GROUP_RULES: Mapping[str, Any] = {
     "lr": _number(0, 1e30),  # beyond, its product with anything is no float32
     "momentum": _number(0, 1, high_open=True),
+    "nesterov": check_flag,
+    "betas": _betas,
+    "eps": _number(0, 1e30),
+    "maximize": check_flag,
     "weight_decay": NOT_NEGATIVE,
     "weight_decay_from": _integer(0),
     "damping": POSITIVE,
@@ -73,7 +90,8 @@ def check_group(group: Mapping[str, Any]) -> None:
     for name, rule in GROUP_RULES.items():
         if name in group:
             rule(name, group[name])
-    check_flag("maximize", group.get("maximize", False))
+    if group.get("nesterov") and not group.get("momentum"):
+        raise ValueError("nesterov needs a momentum greater than zero")
     shrink = float(group.get("lr", 0.0)) * float(group.get("weight_decay", 0.0))
     if shrink > 2:
         raise ValueError(f"lr times weight_decay is {shrink:g}: beyond 2 the decay makes weights grow")
@@ -92,12 +110,6 @@ def check_patterns(name: str, value: Any) -> tuple[str, ...]:
         if not isinstance(pattern, str):
             raise ValueError(f"{name} must be module-name patterns such as 'features.*', got {pattern!r}")
     return patterns
-
-
-def check_flag(name: str, value: Any) -> None:
-    """Refuse anything but True and False."""
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} must be True or False, got {value!r}")
 
 
 def check_scaler(name: str, value: Any) -> None:

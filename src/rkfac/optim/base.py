@@ -19,13 +19,14 @@ from rkfac.layers import Adapter, KroneckerAdapter, UnitAdapter
 from rkfac.optim import memory
 from rkfac.optim.adaptive import LevenbergMarquardt, Watch
 from rkfac.optim.amp import loss_scale
-from rkfac.optim.arguments import GROUP_RULES, check_group
+from rkfac.optim.arguments import check_group
 from rkfac.optim.collecting import commit, notice_unseen, retire
 from rkfac.optim.compiled import run_eagerly, unwrapped
 from rkfac.optim.coverage import Choice, cover, owners_of, refuse_processes, refuse_sharded, warn_of_little
 from rkfac.optim.gate import Gate
-from rkfac.optim.moves import apply, planned
+from rkfac.optim.moves import Rules, planned
 from rkfac.optim.report import LayerReport, Spectra, covered_layer, described, listed, spectra, uncovered_layer
+from rkfac.optim.rules import GRAFTS, fallback_rule
 
 
 class CurvatureOptimizer(torch.optim.Optimizer):
@@ -48,6 +49,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         settings: Settings,
         *,
         choice: Choice,
+        graft: str | None,
         fallback: str,
         likelihood: Likelihood | None,
         adaptive_damping: LevenbergMarquardt | None,
@@ -59,7 +61,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         refuse_processes()
         self._settings = settings
         self._choice = choice
-        self._fallback = fallback
+        self._graft, self._fallback = graft, fallback
         self._adaptive = adaptive_damping
         self._grad_scaler = grad_scaler
         self._gate = Gate(settings.max_failures)
@@ -72,7 +74,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         super().__init__(list(model.parameters()) if params is None else params, defaults)
         self._blocks: dict[str, Block] = {}
         self._reasons: dict[str, tuple[nn.Module, str]] = {}
-        self._fingerprint = memory.fingerprint(settings, likelihood, fallback)
+        self._fingerprint = memory.fingerprint(settings, likelihood, graft, fallback)
         if likelihood is None:
             self._capture = Capture(self._model)
         else:
@@ -211,10 +213,11 @@ class CurvatureOptimizer(torch.optim.Optimizer):
     def _update(self) -> None:
         """All directions are made before any parameter moves: an error on the way leaves the model as it was."""
         blocks, groups = self._blocks.values(), self.param_groups
-        moves = planned(blocks, groups, self._group_of, self._names, self.state, self._fallback, self._gate)
+        rules = Rules(GRAFTS[self._graft], fallback_rule(self._graft, self._fallback), self._step)
+        moves = planned(blocks, groups, self._group_of, self._names, self.state, rules, self._gate)
         self._gate.report()
         for move in moves:
-            apply(move, self.state, self._step)
+            move.apply(self.state, rules)
 
     # --- adaptive damping
 
@@ -271,7 +274,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             self._draws = curvature["draws"]
             super().load_state_dict({key: value for key, value in state_dict.items() if key != "curvature"})
             for group in self.param_groups:
-                if missing := {*GROUP_RULES, "maximize"} - group.keys():
+                if missing := {*self.defaults} - group.keys():
                     raise ValueError(f"a saved parameter group lacks {listed(sorted(missing))}")
                 check_group(group)
         self._step = curvature["step"]

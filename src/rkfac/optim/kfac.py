@@ -17,7 +17,7 @@ from rkfac.optim.adaptive import LevenbergMarquardt
 from rkfac.optim.arguments import check_choice, check_flag, check_patterns, check_scaler, randomness_from
 from rkfac.optim.base import CurvatureOptimizer
 from rkfac.optim.coverage import Choice
-from rkfac.optim.update import FALLBACKS
+from rkfac.optim.rules import GRAFTS
 
 STARTS = {
     "identity": Start(identity=True),
@@ -31,10 +31,14 @@ class KFAC(CurvatureOptimizer):
 
     Arguments (the paper's symbol in brackets; those marked * sit in `param_groups`, where schedulers can change them):
       model             the nn.Module to train, plain or compiled
-      lr*               learning rate [alpha]
+      lr*               learning rate [alpha]; 0.1, or 1e-3 under graft="adamw", if not given
       params            torch-style parameter groups; all parameters of the model by default
-      momentum*         of the preconditioned directions
-      weight_decay*     decoupled from preconditioner and momentum; from step `weight_decay_from`* on
+      graft             length of each layer's step: "sgd" (what torch's SGD with these numbers would have: momentum before
+                        the preconditioner, decay as in SGD), "adamw" (AdamW's, with its moments kept and its decay), None
+                        (the preconditioner's own, as in the paper: momentum of the directions, decay apart from both)
+      momentum*, nesterov*   as in torch's SGD; 0.9 and False if not given
+      betas*, eps*      as in torch's AdamW, for graft or fallback "adamw"
+      weight_decay*     never preconditioned; as in torch's SGD or AdamW; from step `weight_decay_from`* on
       damping*          [lambda] in units of `relative_to`: a factor's "mean" or "largest" (paper) eigenvalue; None: absolute
       damping_rule      "factored": l on each factor; "product": on the product spectrum; "pi": split by the trace ratio
       factor_decay*, factor_every*, inverse_every*   [rho, T_KU, T_KI]
@@ -52,7 +56,7 @@ class KFAC(CurvatureOptimizer):
       loss_average      what the loss averages over: "batch", "tokens" (every position, also of convolutions) or "sum"
                         (nothing). Convolutions and batch norms know their batch; for Linear layers, embeddings and layer
                         norms every row is a sample ("expand"), whatever the order of dimensions
-      fallback          rule for parameters no block covers: "sgd" or "adamw", at lr * fallback_scale*
+      fallback          rule for parameters no block covers: "sgd" or "adamw", at lr * fallback_scale*; that of the graft
       include, exclude  patterns of module names or classes to precondition, e.g. exclude=("*Norm*", "head")
       max_factor_dim    layers whose factor would be wider are left to the fallback rule
       decomposition     rkfac.Exact(), RSVD(...), SREVD(...), Nystrom(...), Auto(...)
@@ -68,15 +72,19 @@ class KFAC(CurvatureOptimizer):
     def __init__(
         self,
         model: nn.Module,
-        lr: float = 0.1,
+        lr: float | None = None,
         *,
         params: Iterable[Any] | None = None,
-        momentum: float = 0.0,
+        graft: Literal["sgd", "adamw"] | None = "sgd",
+        momentum: float | None = None,
+        nesterov: bool = False,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
         weight_decay: float = 0.0,
         weight_decay_from: int = 0,
         damping: float = 0.1,
         damping_rule: Literal["factored", "product", "pi"] = "factored",
-        relative_to: Literal["mean", "largest"] | None = "largest",
+        relative_to: Literal["mean", "largest"] | None = "mean",
         factor_decay: float = 0.95,
         factor_every: int = 10,
         inverse_every: int = 50,
@@ -86,13 +94,13 @@ class KFAC(CurvatureOptimizer):
         power_iterations: int = 1,
         tail: Literal["zero", "trace"] = "zero",
         warm_start: bool = True,
-        update_clip: float | None = 0.07,
+        update_clip: float | None = None,
         kl_clip: float | None = None,
         fisher: Literal["empirical", "mc"] = "empirical",
         likelihood: Literal["categorical", "gaussian", "bernoulli"] | Likelihood = "categorical",
         weight_sharing: Literal["expand", "reduce"] = "expand",
         loss_average: Literal["batch", "tokens", "sum"] = "batch",
-        fallback: Literal["sgd", "adamw"] = "sgd",
+        fallback: Literal["sgd", "adamw"] | None = None,
         fallback_scale: float = 1.0,
         include: Iterable[str] | str = (),
         exclude: Iterable[str] | str = (),
@@ -111,7 +119,8 @@ class KFAC(CurvatureOptimizer):
         check_choice("fisher", fisher, ("empirical", "mc"))
         check_choice("weight_sharing", weight_sharing, ("expand", "reduce"))
         check_choice("loss_average", loss_average, ("batch", "tokens", "sum"))
-        check_choice("fallback", fallback, tuple(FALLBACKS))
+        check_choice("graft", graft, tuple(GRAFTS))
+        check_choice("fallback", fallback, ("sgd", "adamw", None))
         check_choice("relative_to", relative_to, ("mean", "largest", None))
         check_flag("warm_start", warm_start)
         check_scaler("grad_scaler", grad_scaler)
@@ -141,9 +150,17 @@ class KFAC(CurvatureOptimizer):
             max_failures=max_failures,
             randomness=randomness_from(generator, seed),
         )
+        rest = fallback or graft or "sgd"
+        if graft == "adamw" and rest == "adamw" and (momentum is not None or nesterov):
+            raise ValueError("momentum and nesterov are SGD's: under graft='adamw' say betas=(momentum, 0.999)")
+        numbers: dict[str, Any] = {}  # of the rules that are in use, for torch's schedulers look at their names
+        if graft != "adamw" or rest == "sgd":
+            numbers |= {"momentum": 0.9 if momentum is None else momentum, "nesterov": nesterov}
+        if graft == "adamw" or rest == "adamw":
+            numbers |= {"betas": betas, "eps": eps}
         defaults = {
-            "lr": lr,
-            "momentum": momentum,
+            "lr": (1e-3 if graft == "adamw" else 0.1) if lr is None else lr,
+            **numbers,
             "weight_decay": weight_decay,
             "weight_decay_from": weight_decay_from,
             "damping": damping,
@@ -164,7 +181,8 @@ class KFAC(CurvatureOptimizer):
             defaults,
             settings,
             choice=Choice(check_patterns("include", include), check_patterns("exclude", exclude), max_factor_dim),
-            fallback=fallback,
+            graft=graft,
+            fallback=rest,
             likelihood=meaning if fisher == "mc" else None,
             adaptive_damping=adaptive_damping,
             grad_scaler=grad_scaler,

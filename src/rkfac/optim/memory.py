@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -14,10 +15,10 @@ from rkfac.curvature.block import Block, Settings
 from rkfac.curvature.fisher import Likelihood
 from rkfac.optim.report import listed
 
-STATE_FORMAT = 2
+STATE_FORMAT = 3
 
 
-def fingerprint(settings: Settings, likelihood: Likelihood | None, fallback: str) -> dict[str, str]:
+def fingerprint(settings: Settings, likelihood: Likelihood | None, graft: str | None, fallback: str) -> dict[str, str]:
     """The choices that give a saved state its meaning, in words."""
     return {
         "decomposition": _words(settings.decomposition),
@@ -27,6 +28,7 @@ def fingerprint(settings: Settings, likelihood: Likelihood | None, fallback: str
         "loss_average": settings.loss_average,
         "factor_start": _words(settings.start),
         "fisher": "empirical" if likelihood is None else _words(likelihood),
+        "graft": str(graft),
         "fallback": fallback,
     }
 
@@ -67,7 +69,7 @@ def checked(
 
 
 ADAM = {"exp_avg", "exp_avg_sq", "adam_step"}
-BUFFERS = {"momentum_buffer", *ADAM}
+BUFFERS = {"momentum_buffer", "decay_share", *ADAM}
 
 
 def _check_buffers(groups: list[dict[str, Any]], state_dict: Mapping[str, Any]) -> None:
@@ -86,6 +88,10 @@ def _check_buffers(groups: list[dict[str, Any]], state_dict: Mapping[str, Any]) 
         for key, value in buffers.items():
             if key == "adam_step":
                 if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                    raise ValueError(f"{key} {what} is {value!r}")
+                continue
+            if key == "decay_share":
+                if not isinstance(value, float) or not 0 <= value < math.inf:
                     raise ValueError(f"{key} {what} is {value!r}")
                 continue
             if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):

@@ -3,41 +3,72 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rkfac.curvature.block import Block, Direction
-from rkfac.optim import update
+from rkfac.optim import clip
 from rkfac.optim.gate import Gate, bounded, moderate
+from rkfac.optim.rules import Course, Rule, decay_of
 
 Group = Mapping[str, Any]
 State = MutableMapping[Any, Any]
 
 
 @dataclass(frozen=True)
-class Preconditioned:
-    """A layer's direction, clipped by `factor`, for those of its parameters that have a group and a gradient.
+class Rules:
+    """How preconditioned layers move, and how everything else does; `step` says whether decay has begun."""
 
-    Each has its momentum buffer, if it has momentum.
-    """
-
-    direction: Direction
-    factor: Tensor | float
-    targets: Sequence[tuple[nn.Parameter, Group, Tensor | None] | None]
+    covered: Rule
+    fallback: Rule
+    step: int
 
 
 @dataclass(frozen=True)
-class Plain:
-    """A parameter that trains by the fallback rule, within an RMS of `largest` where its layer waits for a basis."""
+class Target:
+    """A parameter that moves."""
 
     parameter: nn.Parameter
     gradient: Tensor
     group: Group
-    rule: str
+
+
+@dataclass(frozen=True)
+class Preconditioned:
+    """A layer's direction, `factor` times as long, for those of its parameters that have a group and a gradient."""
+
+    direction: Direction
+    factor: Tensor | float
+    targets: Sequence[Target | None]
+
+    def apply(self, state: State, rules: Rules) -> None:
+        """Do it."""
+        for index, target in enumerate(self.targets):
+            if target is not None:
+                p, group = target.parameter, target.group
+                add = partial(self._add, index)
+                rules.covered.follow(p, target.gradient, state[p], group, decay_of(group, rules.step), add)
+
+    def _add(self, index: int, to: Tensor, factor: float) -> None:
+        self.direction.add_to(index, to, self.factor * factor)
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A parameter that trains without a preconditioner, within an RMS of `largest` where its layer waits for a basis."""
+
+    target: Target
+    rule: Rule
     largest: float | None
+
+    def apply(self, state: State, rules: Rules) -> None:
+        """Do it."""
+        p, group = self.target.parameter, self.target.group
+        self.rule.plain(p, self.target.gradient, state[p], group, decay_of(group, rules.step), self.largest)
 
 
 Move = Preconditioned | Plain
@@ -49,7 +80,7 @@ def planned(
     group_of: Mapping[int, Group],
     names: Mapping[int, str],
     state: State,
-    fallback: str,
+    rules: Rules,
     gate: Gate,
 ) -> list[Move]:
     """All moves of one step, with every buffer they need; what is not finite takes no part.
@@ -57,45 +88,65 @@ def planned(
     `group_of` and `names` are those of the parameters, by identity.
     """
     covered: set[int] = set()
-    held: dict[int, float] = {}  # largest RMS of layers that wait for their first basis
+    held: dict[int, float | None] = {}  # largest RMS of layers that wait for their first basis
     made: list[tuple[Block, Preconditioned]] = []
     for block in blocks:
         group = group_of.get(id(block.weight))
         if group is None or block.retired or not block.weight.requires_grad or block.weight.grad is None:
             continue
         if not block.ready:
-            if group["update_clip"] is not None:
-                held.update((id(p), group["update_clip"]) for p in block.parameters)
+            held.update((id(p), group["update_clip"]) for p in block.parameters)
             continue
         covered.update(id(p) for p in block.parameters)
-        made.append((block, _preconditioned(block, group, group_of, state, gate)))
-    return [*_held_together(made, groups[0]["kl_clip"]), *_plain(groups, names, covered, held, state, fallback, gate)]
+        made.append((block, _preconditioned(block, group, group_of, state, rules, gate)))
+    return [*_held_together(made, groups[0]["kl_clip"]), *_plain(groups, names, covered, held, state, rules, gate)]
 
 
 def _preconditioned(
-    block: Block, group: Group, group_of: Mapping[int, Group], state: State, gate: Gate
+    block: Block, group: Group, group_of: Mapping[int, Group], state: State, rules: Rules, gate: Gate
 ) -> Preconditioned:
-    gradients = tuple(torch.zeros_like(p) if p.grad is None else p.grad for p in block.parameters)
-    direction = block.direction(gradients, group)
-    clip = update.rms_clip(direction.norm, direction.size, group["update_clip"])
-    length = direction.norm if clip is None else direction.norm * clip
-    finite = bounded(length * _longest(group), block.weight.dtype)
-    targets: list[tuple[nn.Parameter, Group, Tensor | None] | None] = []
+    targets: list[Target | None] = []
+    courses: list[Course] = []
+    finite = torch.ones((), dtype=torch.bool, device=block.weight.device)
     for p in block.parameters:
         own = group_of.get(id(p))
         if own is None or p.grad is None:
             targets.append(None)
+            courses.append(Course(torch.zeros_like(p) if p.grad is None else p.grad, None))
             continue
-        buffer = update.momentum_buffer(state[p], p) if own["momentum"] else None
-        targets.append((p, own, buffer))
-        if buffer is not None:
-            finite = finite & gate.mended(buffer, _longest(own))
-    passed = gate.passes(block.name, finite)
+        target = Target(p, -p.grad if own["maximize"] else p.grad, own)
+        targets.append(target)
+        rules.covered.prepare(state[p], p, own)
+        finite = finite & _mended(state[p], own, gate)
+        courses.append(rules.covered.course(p, target.gradient, state[p], own, decay_of(own, rules.step)))
+    direction = block.direction(tuple(course.vector for course in courses), group)
+    factor, length = _scaled(direction, courses)
+    limit = clip.rms_clip(length, direction.size, group["update_clip"])
+    if limit is not None:
+        factor, length = factor * limit, length * limit
+    passed = gate.passes(block.name, finite & bounded(length * _longest(group), block.weight.dtype))
     if passed is not True:
-        direction = direction.masked(torch.as_tensor(passed, device=block.weight.device))
-        clip = None if clip is None else clip.nan_to_num(nan=0.0, posinf=0.0)
-    block.clip = clip
-    return Preconditioned(direction, 1.0 if clip is None else clip, targets)
+        keep = torch.as_tensor(passed, device=block.weight.device)
+        direction = direction.masked(keep)
+        limit = None if limit is None else limit.nan_to_num(nan=0.0, posinf=0.0)
+        factor = torch.where(keep, factor, torch.zeros_like(length))
+        # A gradient that is not finite would stay in the buffers for good.
+        targets = [
+            t and replace(t, gradient=torch.where(keep, t.gradient, torch.zeros_like(t.gradient))) for t in targets
+        ]
+    block.clip = limit
+    return Preconditioned(direction, factor, targets)
+
+
+def _scaled(direction: Direction, courses: Sequence[Course]) -> tuple[Tensor | float, Tensor]:
+    """What the direction is multiplied by to have the length its rule asks for, and that length."""
+    squares = [course.square for course in courses if course.square is not None]
+    if not squares:
+        return 1.0, direction.norm
+    length = torch.stack(squares).sum().sqrt()
+    return torch.where(
+        direction.norm > 0, length / direction.norm, torch.zeros_like(length)
+    ), length + 0 * direction.norm
 
 
 def _held_together(made: Sequence[tuple[Block, Preconditioned]], bound: float | None) -> list[Move]:
@@ -105,13 +156,14 @@ def _held_together(made: Sequence[tuple[Block, Preconditioned]], bound: float | 
     device = made[0][0].weight.device
     terms = []
     for _, move in made:
-        lr = next((target[1]["lr"] for target in move.targets if target is not None), 0.0)
+        lr = next((target.group["lr"] for target in move.targets if target is not None), 0.0)
         terms.append((lr**2 * move.direction.inner * move.factor).to(device))
-    whole = update.kl_clip(terms, bound)
+    whole = clip.kl_clip(terms, bound)
     moves: list[Move] = []
     for block, move in made:
-        block.clip = move.factor * whole.to(block.weight.device)
-        moves.append(Preconditioned(move.direction, block.clip, move.targets))
+        together = whole.to(block.weight.device)
+        block.clip = together if block.clip is None else block.clip * together
+        moves.append(replace(move, factor=move.factor * together))
     return moves
 
 
@@ -119,60 +171,38 @@ def _plain(
     groups: Sequence[dict[str, Any]],
     names: Mapping[int, str],
     covered: set[int],
-    held: Mapping[int, float],
+    held: Mapping[int, float | None],
     state: State,
-    fallback: str,
+    rules: Rules,
     gate: Gate,
 ) -> list[Move]:
     moves: list[Move] = []
     for group in groups:
+        scaled = {**group, "lr": float(group["lr"]) * group["fallback_scale"]}
         for p in group["params"]:
             if p.grad is None or id(p) in covered:
                 continue
-            update.PREPARE[fallback](state[p], p, group)
+            # A layer that waits for its first basis moves at the length it will have with one, where that is known.
+            waiting = rules.covered.grafts and id(p) in held
+            rule, own = (rules.covered, group) if waiting else (rules.fallback, scaled)
+            rule.prepare(state[p], p, own)
             gradient = torch.view_as_real(p.grad) if p.grad.is_complex() else p.grad
-            finite = moderate(gradient, fallback == "adamw", _longest(group))
-            for buffer in state[p].values():
-                finite = finite & gate.mended(buffer, _longest(group)) if isinstance(buffer, Tensor) else finite
+            finite = moderate(gradient, "exp_avg_sq" in state[p], _longest(own)) & _mended(state[p], own, gate)
             passed = gate.passes(names.get(id(p), "a parameter outside the model"), finite)
             kept = p.grad if passed is True else torch.where(torch.as_tensor(passed, device=p.device), p.grad, 0)
-            moves.append(Plain(p, kept, group, fallback, held.get(id(p))))
+            moves.append(Plain(Target(p, -kept if group["maximize"] else kept, own), rule, held.get(id(p))))
     return moves
 
 
-def apply(move: Move, state: State, step: int) -> None:
-    """Do it: weight decay, momentum, the update itself."""
-    (_apply_direction if isinstance(move, Preconditioned) else _apply_plain)(move, state, step)  # type: ignore[arg-type]
-
-
-def _apply_direction(move: Preconditioned, state: State, step: int) -> None:
-    for index, target in enumerate(move.targets):
-        if target is None:
-            continue
-        p, group, buffer = target
-        alone: list[Tensor | None] = [None] * len(move.targets)
-        update.decay(p, group, step)
-        if buffer is not None:
-            alone[index] = buffer.mul_(group["momentum"])
-            move.direction.add_to(alone, move.factor)
-            p.add_(buffer, alpha=_signed(group))
-        else:
-            alone[index] = p
-            move.direction.add_to(alone, move.factor * _signed(group))
-
-
-def _apply_plain(move: Plain, state: State, step: int) -> None:
-    p, group = move.parameter, move.group
-    direction = update.FALLBACKS[move.rule](state[p], move.gradient, group, move.largest)
-    update.decay(p, group, step)
-    p.add_(direction, alpha=_signed(group) * group["fallback_scale"])
+def _mended(state: State, group: Group, gate: Gate) -> Tensor | bool:
+    """Whether all buffers are finite; those that are not become zero."""
+    finite: Tensor | bool = True
+    for buffer in state.values():
+        if isinstance(buffer, Tensor):
+            finite = gate.mended(buffer, _longest(group)) & finite
+    return finite
 
 
 def _longest(group: Group) -> float:
     """What an update or a buffer is multiplied by at most."""
     return max(1.0, float(group["lr"]) * max(1.0, group["fallback_scale"]))
-
-
-def _signed(group: Group) -> float:
-    """-lr, or +lr when the objective is maximised."""
-    return float(group["lr"]) if group.get("maximize") else -float(group["lr"])

@@ -15,6 +15,7 @@ def paper_defaults() -> dict[str, Any]:
     """
     return {
         "lr": 0.3,
+        "graft": None,
         "momentum": 0.0,
         "weight_decay": 7e-4,
         "weight_decay_from": 200,
@@ -47,13 +48,19 @@ def classical_defaults(likelihood: str | Likelihood = "categorical") -> dict[str
     """
     return {
         "lr": 0.1,
+        "graft": None,
         "momentum": 0.9,
         "damping": 1.0,
         "relative_to": None,
         "damping_rule": "pi",
+        "factor_decay": 0.95,
         "factor_every": 5,
         "inverse_every": 20,
         "factor_start": "unbiased",
+        "rank": 220,
+        "oversampling": 10,
+        "power_iterations": 1,
+        "tail": "zero",
         "update_clip": None,
         "kl_clip": 0.03,
         "fisher": "mc",

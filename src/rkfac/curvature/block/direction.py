@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -12,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Direction:
-    """S = scale * parts, one tensor a parameter and in its shape, for the gradients it was made from.
+    """S = scale * parts, one tensor a parameter and in its shape, for the vectors it was made from.
 
     Parts have entries of about one and `scale` is a float64 number on the device, so that S may be larger or smaller than
     a float32 can be: what reaches a parameter is only ever the product with a learning rate and a clip.
@@ -44,12 +43,11 @@ class Direction:
         parts = tuple(torch.where(keep, part, torch.zeros_like(part)) for part in self.parts)
         return replace(self, parts=parts, scale=torch.where(keep, self.scale, torch.zeros_like(self.scale)))
 
-    def add_to(self, targets: Sequence[Tensor | None], factor: Tensor | float = 1.0) -> None:
-        """target += factor * S, in place; None leaves a parameter out."""
-        for target, part in zip(targets, self.parts, strict=True):
-            if target is not None:
-                amount = (self.scale * factor).to(part.dtype)
-                if target.dtype == part.dtype:
-                    target.addcmul_(part, amount)
-                else:
-                    target.add_((part * amount).to(target.dtype))
+    def add_to(self, index: int, target: Tensor, factor: Tensor | float = 1.0) -> None:
+        """target += factor * one part of S, in place."""
+        part = self.parts[index]
+        amount = (self.scale * factor).to(part.dtype)
+        if target.dtype == part.dtype:
+            target.addcmul_(part, amount)
+        else:
+            target.add_((part * amount).to(target.dtype))
