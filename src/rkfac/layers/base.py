@@ -5,7 +5,7 @@ that sum_n g_n a_n^T is the gradient of the weight as a matrix, the bias being t
 grouped convolution carry a leading group dimension. With weight_sharing="reduce" positions are averaged (a) and summed
 (g) within a sample, the first dimension being the samples, and n is their number.
 A unit adapter serves scale-and-shift layers: gradients (n, units, 1 or 2), a sample each.
-`drawn` are the numbers of the rows that are wanted, in 0 .. count - 1; None: all. The others are never made.
+`drawn` are the numbers of the rows that are wanted, fewer than the call has; None: all. The others are never made.
 """
 
 from __future__ import annotations
@@ -166,6 +166,13 @@ def known_classes() -> tuple[str, ...]:
 def statistics_dtype(x: Tensor) -> torch.dtype:
     """Statistics never go below float32, whatever autocast did to the forward pass."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def by_position(x: Tensor, drawn: Tensor | None, trailing: int = 1) -> Tensor:
+    """(..., d) -> (n, d): a row a leading position, or the drawn ones of them without a copy of the others."""
+    if drawn is None:
+        return x.reshape(-1, *x.shape[x.ndim - trailing :])
+    return x[torch.unravel_index(drawn, x.shape[: x.ndim - trailing])]
 
 
 def append_one(rows: Tensor, bias: bool) -> Tensor:

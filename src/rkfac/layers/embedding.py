@@ -8,8 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from rkfac.layers.base import KroneckerAdapter, register, statistics_dtype
-from rkfac.layers.linear import by_position, by_sample
+from rkfac.layers.base import KroneckerAdapter, by_position, register, statistics_dtype
 
 
 @register(nn.Embedding)
@@ -46,7 +45,7 @@ class EmbeddingAdapter(KroneckerAdapter):
     def output_rows(self, module: nn.Module, x: Tensor, g: Tensor, sharing: str, drawn: Tensor | None = None) -> Tensor:
         """Gradients at the output, a row a position; the padding row has none."""
         table = cast(nn.Embedding, module)
-        rows = by_position(by_sample(g.reshape(*x.shape, -1)), drawn).to(statistics_dtype(g))
+        rows = by_position(g, drawn).to(statistics_dtype(g))
         if table.padding_idx is None:
             return rows
         tokens = x.flatten() if drawn is None else x.flatten()[drawn]

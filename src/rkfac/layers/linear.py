@@ -7,17 +7,7 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from rkfac.layers.base import KroneckerAdapter, append_one, register, statistics_dtype
-
-
-def by_sample(x: Tensor) -> Tensor:
-    """(d,) -> (1, 1, d); (n, d) -> (n, 1, d); (n, ..., d) -> (n, positions, d)."""
-    return x.reshape(1, 1, -1) if x.ndim == 1 else x.reshape(x.shape[0], -1, x.shape[-1])
-
-
-def by_position(x: Tensor, drawn: Tensor | None) -> Tensor:
-    """(n, positions, d) -> (n x positions, d), or the drawn ones of them."""
-    return x.flatten(0, 1) if drawn is None else x[drawn // x.shape[1], drawn % x.shape[1]]
+from rkfac.layers.base import KroneckerAdapter, append_one, by_position, register, statistics_dtype
 
 
 @register(nn.Linear)
@@ -56,9 +46,10 @@ class LinearAdapter(KroneckerAdapter):
 
 def _taken(x: Tensor, sharing: str, drawn: Tensor | None) -> Tensor:
     """(n, positions, d) of whole samples under "reduce", (n, d) of single positions otherwise."""
-    rows = by_sample(x)
-    if sharing != "reduce":
-        rows = by_position(rows, drawn)
-    elif drawn is not None:
-        rows = rows[drawn]
+    rows = by_position(x, drawn) if sharing != "reduce" else _by_sample(x if drawn is None else x[drawn])
     return rows.to(statistics_dtype(x))
+
+
+def _by_sample(x: Tensor) -> Tensor:
+    """(d,) -> (1, 1, d); (n, d) -> (n, 1, d); (n, ..., d) -> (n, positions, d)."""
+    return x.reshape(1, 1, -1) if x.ndim == 1 else x.reshape(x.shape[0], -1, x.shape[-1])

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rkfac.layers.base import UnitAdapter, register, statistics_dtype
+from rkfac.layers.base import UnitAdapter, by_position, register, statistics_dtype
 
 
 class _NormAdapter(UnitAdapter):
@@ -99,7 +99,7 @@ class _LastDimensions(_NormAdapter):
         """The drawn samples; every leading position is one ("expand")."""
         if drawn is None or sharing == "reduce":
             return super().taken(module, t, sharing, drawn)
-        return t.reshape(-1, *cast(nn.LayerNorm, module).normalized_shape)[drawn]
+        return by_position(t, drawn, len(cast(nn.LayerNorm, module).normalized_shape))
 
     def count(self, module: nn.Module, g: Tensor, sharing: str) -> int:
         """Leading positions, or the first dimension alone."""
