@@ -25,6 +25,20 @@ class Randomness(ABC):
         """Go on from a saved state."""
 
 
+def subset(n: int, m: int, generator: torch.Generator) -> torch.Tensor:
+    """m of the numbers below n without replacement, every choice as likely as another; ascending, so that reading is local.
+
+    A few of many are picked from the distinct values of 2 m independent draws, which by symmetry prefer no value:
+    shuffling all n would take longer than what the numbers are drawn for.
+    """
+    device = generator.device
+    found = torch.arange(n if n < 4 * m else 0, device=device)
+    while len(found) < m:
+        found = torch.randint(n, (2 * m,), generator=generator, device=device).unique()
+    chosen = torch.randperm(len(found), generator=generator, device=device)[:m]
+    return found[chosen.sort()[0]]
+
+
 class Seeded(Randomness):
     """A seed of its own for every draw, made from the optimizer's seed and the draw's name.
 

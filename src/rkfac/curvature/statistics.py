@@ -23,7 +23,7 @@ LARGEST_EXPONENT = {torch.float32: 120, torch.float64: 480}
 
 
 class Moment:
-    """sum r r^T over the rows seen since the last step; moments add up, `add` takes more rows.
+    """sum w r r^T over the rows seen since the last step; moments add up, `add` takes more rows of one weight w.
 
     Rows are kept as they are while they are smaller than the factor (then one fused product updates the average in
     place, and factored factors can take them as columns), and summed up into a matrix as soon as they are not. With
@@ -39,9 +39,10 @@ class Moment:
         self._exponents: list[int] = []
         self._dead = False
 
-    def add(self, rows: Tensor) -> None:
-        """Take rows (..., n, d), or a diagonal (d,)."""
+    def add(self, rows: Tensor, weight: float = 1.0) -> None:
+        """Take rows (..., n, d), or a diagonal (d,); rows that stand for others as well weigh more than one."""
         if self.diagonal:
+            rows = rows if weight == 1.0 else rows * weight
             values = rows + self._parts[0][0] if self._parts else rows
             self._parts = [(values, rows.new_zeros(()))]
             return
@@ -51,23 +52,24 @@ class Moment:
         if not self._summed and self._count <= rows.shape[-1]:
             # A copy: the source may change in place before the step, as an input buffer used again or an output gradient
             # that autograd handed on as some parameter's .grad.
-            self._parts.append((rows * torch.exp2(-exponent), exponent))
+            part = rows * torch.exp2(-exponent)
+            self._parts.append((part if weight == 1.0 else part.mul_(math.sqrt(weight)), exponent))
             return
         if not self._summed:
             kept, self._parts, self._summed = self._parts, [], True
             for part, own in kept:
-                self._accumulate(part * torch.exp2(own), own)
-        self._accumulate(rows, exponent)
+                self._accumulate(part * torch.exp2(own), own, 1.0)  # they carry the root of their weight
+        self._accumulate(rows, exponent, weight)
 
-    def _accumulate(self, rows: Tensor, exponent: Tensor) -> None:
-        """Add rows^T rows to the matrix, in the larger of the two units."""
+    def _accumulate(self, rows: Tensor, exponent: Tensor, weight: float) -> None:
+        """Add weight * rows^T rows to the matrix, in the larger of the two units."""
         d = rows.shape[-1]
         if not self._parts:
             self._parts = [(rows.new_zeros(*rows.shape[:-2], d, d), exponent)]
         matrix, unit = self._parts[0]
         wider = torch.maximum(unit, exponent)
         matrix.mul_(torch.exp2(2 * (unit - wider)))
-        add_gram(matrix, rows * torch.exp2(-wider), 1.0, 1.0)
+        add_gram(matrix, rows * torch.exp2(-wider), 1.0, weight)
         self._parts = [(matrix, wider)]
 
     @property
@@ -135,6 +137,7 @@ class Statistics:
     """The moments of one layer since the last step (inputs first, gradients last) and what they stand for."""
 
     moments: tuple[Moment, ...]
+    calls: int = 0
     rows: int = 0
     tokens: int = 0
     _terms: dict[Any, int] = field(default_factory=dict)  # of the loss, by pass
@@ -147,6 +150,7 @@ class Statistics:
     def count(self, one_pass: Any, terms: int, rows: int, tokens: int) -> None:
         """One more call of the layer: calls within a pass are positions, calls in another are more samples."""
         self._terms[one_pass] = terms
+        self.calls += 1
         self.rows += rows
         self.tokens += tokens
 

@@ -5,6 +5,7 @@ that sum_n g_n a_n^T is the gradient of the weight as a matrix, the bias being t
 grouped convolution carry a leading group dimension. With weight_sharing="reduce" positions are averaged (a) and summed
 (g) within a sample, the first dimension being the samples, and n is their number.
 A unit adapter serves scale-and-shift layers: gradients (n, units, 1 or 2), a sample each.
+`drawn` are the numbers of the rows that are wanted, fewer than the call has; None: all. The others are never made.
 """
 
 from __future__ import annotations
@@ -38,6 +39,10 @@ class Adapter(ABC):
     def gradient(self, module: nn.Module, x: Tensor, g: Tensor) -> Tensor:
         """The weight's gradient that one call with input x and output gradient g explains."""
 
+    @abstractmethod
+    def count(self, module: nn.Module, g: Tensor, sharing: str) -> int:
+        """How many rows a call with output gradient g has."""
+
     def samples(self, module: nn.Module, x: Tensor) -> int | None:
         """Samples in an input, where its shape says so for certain; None: every leading position counts as one."""
         return None
@@ -47,11 +52,13 @@ class KroneckerAdapter(Adapter):
     """A layer whose weight gradient is a sum of outer products g a^T."""
 
     @abstractmethod
-    def input_rows(self, module: nn.Module, x: Tensor, bias: bool, sharing: str) -> Iterator[Tensor]:
+    def input_rows(
+        self, module: nn.Module, x: Tensor, bias: bool, sharing: str, drawn: Tensor | None = None
+    ) -> Iterator[Tensor]:
         """Rows a in chunks, (n, d_in[+1]) or (groups, n, d_in[+1])."""
 
     @abstractmethod
-    def output_rows(self, module: nn.Module, x: Tensor, g: Tensor, sharing: str) -> Tensor:
+    def output_rows(self, module: nn.Module, x: Tensor, g: Tensor, sharing: str, drawn: Tensor | None = None) -> Tensor:
         """Rows g, (n, d_out) or (groups, n, d_out)."""
 
     @abstractmethod
@@ -63,7 +70,7 @@ class KroneckerAdapter(Adapter):
         """Likewise of the output factor."""
 
     def diagonal_input(self) -> bool:
-        """Whether inputs are one-hot, so that the input factor is diagonal and rows are never formed."""
+        """Whether inputs are one-hot: the input factor is diagonal, counts all rows and forms (or draws) none."""
         return False
 
     @abstractmethod
@@ -95,7 +102,9 @@ class UnitAdapter(Adapter):
     """A layer that scales and shifts each unit: its Fisher is a small block a unit."""
 
     @abstractmethod
-    def unit_gradients(self, module: nn.Module, x: Tensor, g: Tensor, sharing: str) -> Tensor:
+    def unit_gradients(
+        self, module: nn.Module, x: Tensor, g: Tensor, sharing: str, drawn: Tensor | None = None
+    ) -> Tensor:
         """Gradients (n, units, 2) of (scale, shift), a sample each, or (n, units, 1) without a trained shift."""
 
     def gradient(self, module: nn.Module, x: Tensor, g: Tensor) -> Tensor:
@@ -159,6 +168,13 @@ def known_classes() -> tuple[str, ...]:
 def statistics_dtype(x: Tensor) -> torch.dtype:
     """Statistics never go below float32, whatever autocast did to the forward pass."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def by_position(x: Tensor, drawn: Tensor | None, trailing: int = 1) -> Tensor:
+    """(..., d) -> (n, d): a row a leading position, or the drawn ones of them without a copy of the others."""
+    if drawn is None:
+        return x.reshape(-1, *x.shape[x.ndim - trailing :])
+    return x[torch.unravel_index(drawn, x.shape[: x.ndim - trailing])]
 
 
 def append_one(rows: Tensor, bias: bool) -> Tensor:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import cast
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -14,30 +15,55 @@ from rkfac.layers.base import MAX_CHUNK, KroneckerAdapter, append_one, register,
 
 Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
+# Where the value at a coordinate of the padded input comes from, in an input of `size`.
+SOURCES: Mapping[str, Callable[[Tensor, int], Tensor]] = {
+    "zeros": lambda at, size: at.clamp(0, size - 1),  # any place will do: what is moved here is set to zero
+    "replicate": lambda at, size: at.clamp(0, size - 1),
+    "reflect": lambda at, size: size - 1 - (size - 1 - at.abs()).abs(),
+    "circular": lambda at, size: at % size,
+}
+
 
 @register(nn.Conv1d, nn.Conv2d, nn.Conv3d)
 class ConvAdapter(KroneckerAdapter):
     """A Linear layer on every patch; groups are independent layers of their own."""
 
-    def input_rows(self, module: nn.Module, x: Tensor, bias: bool, sharing: str) -> Iterator[Tensor]:
-        """Patches in the weight's order (channel, kernel), a chunk of samples at a time."""
+    def input_rows(
+        self, module: nn.Module, x: Tensor, bias: bool, sharing: str, drawn: Tensor | None = None
+    ) -> Iterator[Tensor]:
+        """Patches in the weight's order (channel, kernel), a chunk of samples (or of drawn patches) at a time."""
         conv = cast(Conv, module)
-        x = _batched(conv, x.to(statistics_dtype(x)))
-        positions = math.prod(_output_size(conv, x))
+        dtype, x = statistics_dtype(x), _batched(conv, x)
         width = conv.in_channels * math.prod(conv.kernel_size)
+        if drawn is not None and sharing != "reduce":
+            for chosen in drawn.split(max(1, MAX_CHUNK // width)):
+                rows = _drawn_patches(conv, x, chosen).to(dtype)  # (groups, n, d)
+                yield append_one(rows if conv.groups > 1 else rows[0], bias)
+            return
+        x = (x if drawn is None else x[drawn]).to(dtype)
+        positions = math.prod(_output_size(conv, x))
         chunk = max(1, MAX_CHUNK // (positions * width))
         for part in x.split(chunk):
             rows = _patches(conv, part)  # (groups, n, positions, d)
             rows = rows.mean(2) if sharing == "reduce" else rows.flatten(1, 2)
             yield append_one(rows if conv.groups > 1 else rows[0], bias)
 
-    def output_rows(self, module: nn.Module, x: Tensor, g: Tensor, sharing: str) -> Tensor:
+    def output_rows(self, module: nn.Module, x: Tensor, g: Tensor, sharing: str, drawn: Tensor | None = None) -> Tensor:
         """Gradients at the output, a row a position, channels of one group together."""
         conv = cast(Conv, module)
-        g = _batched(conv, g.to(statistics_dtype(g)))
-        rows = g.flatten(2).unflatten(1, (conv.groups, -1)).permute(1, 0, 3, 2)  # (groups, n, positions, d)
+        dtype, g = statistics_dtype(g), _batched(conv, g).flatten(2)
+        if drawn is not None and sharing != "reduce":
+            g = g[drawn // g.shape[2], :, drawn % g.shape[2]][..., None]  # each drawn position on its own
+        elif drawn is not None:
+            g = g[drawn]
+        rows = g.to(dtype).unflatten(1, (conv.groups, -1)).permute(1, 0, 3, 2)  # (groups, n, positions, d)
         rows = rows.sum(2) if sharing == "reduce" else rows.flatten(1, 2)
         return rows if conv.groups > 1 else rows[0]
+
+    def count(self, module: nn.Module, g: Tensor, sharing: str) -> int:
+        """Positions of all samples, or samples."""
+        g = _batched(cast(Conv, module), g)
+        return g.shape[0] if sharing == "reduce" else g.numel() // g.shape[1]
 
     def input_shape(self, module: nn.Module, bias: bool) -> tuple[int, ...]:
         """([groups,] channels of a group x kernel [+ 1])."""
@@ -100,3 +126,21 @@ def _patches(conv: Conv, x: Tensor) -> Tensor:
     )
     view = x.as_strided(shape, strides, x.storage_offset())
     return view.reshape(conv.groups, n, math.prod(size), -1)
+
+
+def _drawn_patches(conv: Conv, x: Tensor, drawn: Tensor) -> Tensor:
+    """(groups, drawn, channels of a group x kernel): gathered from the input itself, which is neither padded nor unfolded."""
+    sample, *corner = torch.unravel_index(drawn, (x.shape[0], *_output_size(conv, x)))
+    padding = padding_of(conv)
+    place = drawn.new_zeros(len(drawn), 1)  # in the flattened input, (drawn, kernel)
+    moved = torch.zeros_like(place, dtype=torch.bool)
+    for i, (size, kernel) in enumerate(zip(x.shape[2:], conv.kernel_size, strict=True)):
+        taps = torch.arange(kernel, device=x.device) * conv.dilation[i] - padding[2 * (len(conv.kernel_size) - 1 - i)]
+        at = corner[i][:, None] * conv.stride[i] + taps
+        source = SOURCES[conv.padding_mode](at, size)
+        place = (place[..., None] * size + source[:, None]).flatten(1)
+        moved = (moved[..., None] | (source != at)[:, None]).flatten(1)
+    patches = x.flatten(2)[sample[:, None], :, place]  # (drawn, kernel, channels)
+    if conv.padding_mode == "zeros" and any(padding):
+        patches.masked_fill_(moved[..., None], 0)
+    return patches.unflatten(-1, (conv.groups, -1)).permute(2, 0, 3, 1).flatten(2)

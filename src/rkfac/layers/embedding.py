@@ -8,8 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from rkfac.layers.base import KroneckerAdapter, register, statistics_dtype
-from rkfac.layers.linear import by_sample
+from rkfac.layers.base import KroneckerAdapter, by_position, register, statistics_dtype
 
 
 @register(nn.Embedding)
@@ -33,19 +32,28 @@ class EmbeddingAdapter(KroneckerAdapter):
         """One-hot rows are never formed."""
         return True
 
-    def input_rows(self, module: nn.Module, x: Tensor, bias: bool, sharing: str) -> Iterator[Tensor]:
-        """How often each row of the table was looked up, (rows of the table,): the diagonal itself."""
+    def input_rows(
+        self, module: nn.Module, x: Tensor, bias: bool, sharing: str, drawn: Tensor | None = None
+    ) -> Iterator[Tensor]:
+        """How often each row of the table was looked up, (rows of the table,): the diagonal itself, of all lookups."""
         table = cast(nn.Embedding, module)
         counts = torch.bincount(x.flatten(), minlength=table.num_embeddings).to(statistics_dtype(table.weight))
         if table.padding_idx is not None:
             counts[table.padding_idx] = 0
         yield counts
 
-    def output_rows(self, module: nn.Module, x: Tensor, g: Tensor, sharing: str) -> Tensor:
+    def output_rows(self, module: nn.Module, x: Tensor, g: Tensor, sharing: str, drawn: Tensor | None = None) -> Tensor:
         """Gradients at the output, a row a position; the padding row has none."""
         table = cast(nn.Embedding, module)
-        rows = by_sample(g.to(statistics_dtype(g)).reshape(*x.shape, -1)).flatten(0, 1)
-        return rows if table.padding_idx is None else rows * (x.flatten() != table.padding_idx)[:, None]
+        rows = by_position(g, drawn).to(statistics_dtype(g))
+        if table.padding_idx is None:
+            return rows
+        tokens = x.flatten() if drawn is None else x.flatten()[drawn]
+        return rows * (tokens != table.padding_idx)[:, None]
+
+    def count(self, module: nn.Module, g: Tensor, sharing: str) -> int:
+        """Lookups, those of the padding row too."""
+        return g.numel() // cast(nn.Embedding, module).embedding_dim
 
     def input_shape(self, module: nn.Module, bias: bool) -> tuple[int, ...]:
         """(rows of the table,)."""

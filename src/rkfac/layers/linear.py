@@ -7,27 +7,29 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from rkfac.layers.base import KroneckerAdapter, append_one, register, statistics_dtype
-
-
-def by_sample(x: Tensor) -> Tensor:
-    """(d,) -> (1, 1, d); (n, d) -> (n, 1, d); (n, ..., d) -> (n, positions, d)."""
-    return x.reshape(1, 1, -1) if x.ndim == 1 else x.reshape(x.shape[0], -1, x.shape[-1])
+from rkfac.layers.base import KroneckerAdapter, append_one, by_position, register, statistics_dtype
 
 
 @register(nn.Linear)
 class LinearAdapter(KroneckerAdapter):
     """y = W x + b at every leading position."""
 
-    def input_rows(self, module: nn.Module, x: Tensor, bias: bool, sharing: str) -> Iterator[Tensor]:
+    def input_rows(
+        self, module: nn.Module, x: Tensor, bias: bool, sharing: str, drawn: Tensor | None = None
+    ) -> Iterator[Tensor]:
         """Inputs, one row a position (expand) or their mean over a sample's positions (reduce)."""
-        rows = by_sample(x.to(statistics_dtype(x)))
-        yield append_one(rows.mean(1) if sharing == "reduce" else rows.flatten(0, 1), bias)
+        rows = _taken(x, sharing, drawn)
+        yield append_one(rows.mean(1) if sharing == "reduce" else rows, bias)
 
-    def output_rows(self, module: nn.Module, x: Tensor, g: Tensor, sharing: str) -> Tensor:
+    def output_rows(self, module: nn.Module, x: Tensor, g: Tensor, sharing: str, drawn: Tensor | None = None) -> Tensor:
         """Gradients at the output, one row a position or their sum over a sample's positions."""
-        rows = by_sample(g.to(statistics_dtype(g)))
-        return rows.sum(1) if sharing == "reduce" else rows.flatten(0, 1)
+        rows = _taken(g, sharing, drawn)
+        return rows.sum(1) if sharing == "reduce" else rows
+
+    def count(self, module: nn.Module, g: Tensor, sharing: str) -> int:
+        """Positions, or samples."""
+        samples = g.shape[0] if g.ndim > 1 else 1
+        return samples if sharing == "reduce" else g.numel() // g.shape[-1]
 
     def input_shape(self, module: nn.Module, bias: bool) -> tuple[int, ...]:
         """(d_in [+ 1],)."""
@@ -40,3 +42,14 @@ class LinearAdapter(KroneckerAdapter):
     def matrix(self, module: nn.Module, weight: Tensor) -> Tensor:
         """The weight is the matrix."""
         return weight
+
+
+def _taken(x: Tensor, sharing: str, drawn: Tensor | None) -> Tensor:
+    """(n, positions, d) of whole samples under "reduce", (n, d) of single positions otherwise."""
+    rows = by_position(x, drawn) if sharing != "reduce" else _by_sample(x if drawn is None else x[drawn])
+    return rows.to(statistics_dtype(x))
+
+
+def _by_sample(x: Tensor) -> Tensor:
+    """(d,) -> (1, 1, d); (n, d) -> (n, 1, d); (n, ..., d) -> (n, positions, d)."""
+    return x.reshape(1, 1, -1) if x.ndim == 1 else x.reshape(x.shape[0], -1, x.shape[-1])

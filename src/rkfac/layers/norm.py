@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rkfac.layers.base import UnitAdapter, register, statistics_dtype
+from rkfac.layers.base import UnitAdapter, by_position, register, statistics_dtype
 
 
 class _NormAdapter(UnitAdapter):
@@ -22,10 +23,26 @@ class _NormAdapter(UnitAdapter):
         """(samples, units, positions)."""
         return t.reshape(t.shape[0], t.shape[1], -1)
 
-    def unit_gradients(self, module: nn.Module, x: Tensor, g: Tensor, sharing: str) -> Tensor:
+    def taken(self, module: nn.Module, t: Tensor, sharing: str, drawn: Tensor | None) -> Tensor:
+        """The drawn samples, or all."""
+        return t if drawn is None else t[drawn]
+
+    def normalised_rows(
+        self, module: nn.Module, x: Tensor, dtype: torch.dtype, sharing: str, drawn: Tensor | None
+    ) -> Tensor:
+        """What was drawn of the normalised input: a sample's normalisation does not ask for the others."""
+        return self.normalised(module, self.taken(module, x, sharing, drawn).to(dtype))
+
+    def count(self, module: nn.Module, g: Tensor, sharing: str) -> int:
+        """Samples."""
+        return g.shape[0]
+
+    def unit_gradients(
+        self, module: nn.Module, x: Tensor, g: Tensor, sharing: str, drawn: Tensor | None = None
+    ) -> Tensor:
         """(samples, units, 2), or (samples, units, 1) without a trained shift."""
-        g = g.to(statistics_dtype(g))
-        scale = self.by_unit(module, g * self.normalised(module, x.to(g.dtype)), sharing).sum(-1)
+        g = self.taken(module, g, sharing, drawn).to(statistics_dtype(g))
+        scale = self.by_unit(module, g * self.normalised_rows(module, x, g.dtype, sharing, drawn), sharing).sum(-1)
         if not self.has_bias(module):
             return scale[..., None]
         return torch.stack([scale, self.by_unit(module, g, sharing).sum(-1)], dim=-1)
@@ -42,6 +59,12 @@ class BatchNormAdapter(_NormAdapter):
             return F.batch_norm(x, None, None, training=True, eps=norm.eps)
         mean, variance = norm.running_mean.to(x), norm.running_var.to(x)
         return F.batch_norm(x, mean, variance, training=False, eps=norm.eps)
+
+    def normalised_rows(
+        self, module: nn.Module, x: Tensor, dtype: torch.dtype, sharing: str, drawn: Tensor | None
+    ) -> Tensor:
+        """What was drawn after all were normalised together."""
+        return self.taken(module, self.normalised(module, x.to(dtype)), sharing, drawn)
 
     def samples(self, module: nn.Module, x: Tensor) -> int | None:
         """The first dimension."""
@@ -71,6 +94,17 @@ class _LastDimensions(_NormAdapter):
         t = t.flatten(t.ndim - len(units))
         samples = t.shape[0] if sharing == "reduce" and t.ndim > 1 else t[..., 0].numel()
         return t.reshape(samples, -1, t.shape[-1]).mT
+
+    def taken(self, module: nn.Module, t: Tensor, sharing: str, drawn: Tensor | None) -> Tensor:
+        """The drawn samples; every leading position is one ("expand")."""
+        if drawn is None or sharing == "reduce":
+            return super().taken(module, t, sharing, drawn)
+        return by_position(t, drawn, len(cast(nn.LayerNorm, module).normalized_shape))
+
+    def count(self, module: nn.Module, g: Tensor, sharing: str) -> int:
+        """Leading positions, or the first dimension alone."""
+        units = cast(nn.LayerNorm, module).normalized_shape
+        return g.shape[0] if sharing == "reduce" and g.ndim > len(units) else g.numel() // math.prod(units)
 
 
 @register(nn.LayerNorm)

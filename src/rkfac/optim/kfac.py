@@ -53,6 +53,8 @@ class KFAC(CurvatureOptimizer):
                         "gaussian", "bernoulli" or e.g. rkfac.Categorical(class_dim=1)
       weight_sharing    for layers applied at several positions: "expand" (every position is a sample of its own) or
                         "reduce" (positions of a sample, the first dimension, are averaged: one loss a sample)
+      rows              most rows that a call of a layer adds to a factor, drawn at random without replacement and weighted
+                        so that the average is unbiased; None: all (paper). Convolutions unfold no more than these
       loss_average      what the loss averages over: "batch", "tokens" (every position, also of convolutions) or "sum"
                         (nothing). Convolutions and batch norms know their batch; for Linear layers, embeddings and layer
                         norms every row is a sample ("expand"), whatever the order of dimensions
@@ -99,6 +101,7 @@ class KFAC(CurvatureOptimizer):
         fisher: Literal["empirical", "mc"] = "empirical",
         likelihood: Literal["categorical", "gaussian", "bernoulli"] | Likelihood = "categorical",
         weight_sharing: Literal["expand", "reduce"] = "expand",
+        rows: int | None = None,
         loss_average: Literal["batch", "tokens", "sum"] = "batch",
         fallback: Literal["sgd", "adamw"] | None = None,
         fallback_scale: float = 1.0,
@@ -135,7 +138,8 @@ class KFAC(CurvatureOptimizer):
             raise ValueError(f"decomposition must be a strategy such as rkfac.RSVD(), got {decomposition!r}")
         if adaptive_damping is not None and not isinstance(adaptive_damping, LevenbergMarquardt):
             raise ValueError(f"adaptive_damping must be rkfac.LevenbergMarquardt(...), got {adaptive_damping!r}")
-        for name, value in (("max_factor_dim", max_factor_dim), ("max_failures", max_failures)):
+        whole = {"max_factor_dim": max_factor_dim, "max_failures": max_failures, "rows": 1 if rows is None else rows}
+        for name, value in whole.items():
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
         settings = Settings(
@@ -144,6 +148,7 @@ class KFAC(CurvatureOptimizer):
             tail=tail,
             warm_start=warm_start,
             weight_sharing=weight_sharing,
+            rows=rows,
             loss_average=loss_average,
             sampled=fisher == "mc",
             start=STARTS[factor_start],

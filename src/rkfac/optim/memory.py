@@ -25,6 +25,7 @@ def fingerprint(settings: Settings, likelihood: Likelihood | None, graft: str | 
         "damping": _words(settings.damping),
         "tail": settings.tail,
         "weight_sharing": settings.weight_sharing,
+        "rows": "all" if settings.rows is None else str(settings.rows),
         "loss_average": settings.loss_average,
         "factor_start": _words(settings.start),
         "fisher": "empirical" if likelihood is None else _words(likelihood),

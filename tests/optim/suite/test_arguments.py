@@ -38,6 +38,7 @@ BAD: dict[str, list[Any]] = {
     "fisher": ["true", None],
     "likelihood": ["poisson", None, 3],
     "weight_sharing": ["both", None],
+    "rows": [0, -1, 2.5, True, "all"],
     "loss_average": ["mean", None],
     "fallback": ["adam", None],
     "fallback_scale": [-1.0, NAN, None],

@@ -19,7 +19,7 @@ from rkfac.curvature.block.direction import Direction
 from rkfac.curvature.damping import Damping
 from rkfac.curvature.decompose import Decomposition, Request
 from rkfac.curvature.factor import Factor, Start
-from rkfac.curvature.randomness import Randomness
+from rkfac.curvature.randomness import Randomness, subset
 from rkfac.curvature.statistics import Moment, Statistics
 from rkfac.layers.base import Adapter, own_parameters
 from rkfac.linalg import DecompositionError
@@ -36,6 +36,7 @@ class Settings:
     tail: str
     warm_start: bool
     weight_sharing: str
+    rows: int | None
     loss_average: str
     sampled: bool
     start: Start
@@ -159,7 +160,17 @@ class Block(ABC):
 
     @abstractmethod
     def collect(self, x: Tensor, g: Tensor) -> int:
-        """Add one call's rows to the pending moments; returns how many they were."""
+        """Add one call's rows, or some drawn in their place, to the pending moments; returns how many the call has."""
+
+    def draw(self, rows: int, device: torch.device) -> tuple[Tensor | None, float]:
+        """Which of a call's rows are collected (None: all), and how many each of them stands for."""
+        most = self.settings.rows
+        if most is None or rows <= most:
+            return None, 1.0
+        # Named by what a saved state knows, so that a resumed run draws the same.
+        updates = next(iter(self.factors.values())).updates
+        generator = self.settings.randomness.generator("rows", self.name, updates, self.pending.calls)
+        return subset(rows, most, generator).to(device), rows / most
 
     @abstractmethod
     def moments(self) -> tuple[Moment, ...]:

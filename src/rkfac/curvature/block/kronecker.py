@@ -50,13 +50,17 @@ class KroneckerBlock(Block):
         return Moment(diagonal=self.adapter.diagonal_input()), Moment()
 
     def collect(self, x: Tensor, g: Tensor) -> int:
-        """Rows of this call join what is pending."""
+        """Rows of this call join what is pending, the same ones on both sides."""
         of_inputs, of_gradients = self.pending.moments
-        rows = self.adapter.output_rows(self.module, x, g, self.settings.weight_sharing)
-        of_gradients.add(rows)
-        for part in self.adapter.input_rows(self.module, x, self.bias, self.settings.weight_sharing):
-            of_inputs.add(part)
-        return rows.shape[-2]
+        sharing = self.settings.weight_sharing
+        rows = self.adapter.count(self.module, g, sharing)
+        drawn, weight = self.draw(rows, g.device)
+        of_gradients.add(self.adapter.output_rows(self.module, x, g, sharing, drawn), weight)
+        if self.adapter.diagonal_input():
+            drawn, weight = None, 1.0  # counting all is cheaper than drawing
+        for part in self.adapter.input_rows(self.module, x, self.bias, sharing, drawn):
+            of_inputs.add(part, weight)
+        return rows
 
     def decompose(self, group: Group) -> None:
         """Both factors; nothing changes if either fails."""

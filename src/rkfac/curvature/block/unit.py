@@ -49,9 +49,12 @@ class UnitBlock(Block):
 
     def collect(self, x: Tensor, g: Tensor) -> int:
         """Gradients of scale and shift, a row a sample."""
-        u = self.adapter.unit_gradients(self.module, x, g, self.settings.weight_sharing)  # (n, units, k)
-        self.pending.moments[0].add(u.transpose(0, 1))
-        return u.shape[0]
+        sharing = self.settings.weight_sharing
+        rows = self.adapter.count(self.module, g, sharing)
+        drawn, weight = self.draw(rows, g.device)
+        u = self.adapter.unit_gradients(self.module, x, g, sharing, drawn)  # (n, units, k)
+        self.pending.moments[0].add(u.transpose(0, 1), weight)
+        return rows
 
     def decompose(self, group: Group) -> None:
         """Blocks this small are always decomposed exactly."""
