@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from functools import singledispatch
+from functools import partial, singledispatch
 
 import torch
 from torch import Tensor
@@ -20,8 +20,9 @@ from rkfac.linalg.scaling import peak
 from rkfac.linalg.shapes import Float
 
 # Share of rounding in S up to which the short formula J + left @ right may be used: there the kept modes come out as
-# differences of terms as large as the largest multiplier.
+# differences of terms as large as the largest multiplier times J.
 TOLERATED = 5e-4
+ROUNDINGS = 4  # of size eps ||J|| that one short solve is good for
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,8 +133,10 @@ def preconditioner(A: LowRank | Diagonal, G: LowRank, multipliers: Multipliers) 
 def _(A: LowRank, G: LowRank, multipliers: Multipliers) -> Preconditioner:
     if A.U.dtype != G.U.dtype:  # one of them needed more digits
         A, G = (LowRank(low.U.double(), low.s, low.tail) for low in (A, G))
-    rounding = torch.finfo(G.U.dtype).eps * multipliers.spread()
-    return _Exact(G, A, multipliers) if rounding > TOLERATED else _Short(G, A, multipliers)
+    if torch.finfo(G.U.dtype).eps * multipliers.spread() <= TOLERATED:
+        return _Short(G, A, multipliers)
+    # Whether digits are lost depends on J; asking costs nothing where nobody waits for the answer.
+    return (_Watched if G.U.device.type == "cpu" else _Exact)(G, A, multipliers)
 
 
 @preconditioner.register
@@ -184,6 +187,24 @@ class _Short(Preconditioner):
         return Solution(matrix, (left @ right[..., -1:])[..., 0], self.scale * size)
 
 
+class _Watched(Preconditioner):
+    """The short formula, and the exact one for a J so deep in the kept modes that S is hardly larger than its rounding."""
+
+    def __init__(self, G: LowRank, A: LowRank, m: Multipliers) -> None:
+        self.short = _Short(G, A, m)
+        self.precise = partial(_Exact, G, A, m)
+        self.exact: _Exact | None = None
+
+    def solve(self, J: Tensor, j: Tensor | None) -> Solution:
+        solution = self.short.solve(J, j)
+        length = _norm(solution.matrix, solution.vector) * (solution.scale / self.short.scale)  # the multipliers in units
+        rounding = ROUNDINGS * torch.finfo(solution.matrix.dtype).eps * _norm(J, j)
+        if rounding <= TOLERATED * length:
+            return solution
+        self.exact = self.exact or self.precise()
+        return self.exact.solve(J, j)
+
+
 class _Exact(Preconditioner):
     """The four blocks formed one by one in float64, for dampings so small that the short formula would cancel.
 
@@ -229,6 +250,12 @@ class _OneHot(Preconditioner):
         if not self.G.full:
             S = S + (matrix - self.G.U @ K) * self.input
         return _in_own_units(S, self.scale * size, self.G.U.dtype, False)
+
+
+def _norm(matrix: Tensor, vector: Tensor | None) -> Tensor:
+    """||[matrix | vector]|| in float64; zero or Inf beyond float32's squares, and then the exact formula decides."""
+    parts = [matrix] if vector is None else [matrix, vector]
+    return torch.stack([torch.linalg.vector_norm(part).double().square() for part in parts]).sum().sqrt()
 
 
 def _orthonormal(U: Tensor) -> Tensor:

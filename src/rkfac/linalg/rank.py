@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,14 +44,23 @@ def inverse_error(error: float, damping: float) -> float:
     return error / (error + damping)
 
 
-def sufficient_rank(s: Float[Tensor, "p"], damping: float, share: float = 0.1) -> int:
-    """Smallest rank whose discarded modes perturb the damped inverse by at most `share` of 1 / damping.
+def sufficient_rank(
+    s: Float[Tensor, "p"], damping: float, share: float = 0.1, *, trace: float | None = None, d: int | None = None
+) -> int:
+    """Smallest rank whose discarded modes perturb the damped inverse by at most `share` of its largest entry.
 
-    Mode i may go when s_i / (s_i + damping) <= share, that is s_i <= damping share / (1 - share).
+    Mode i may go when s_i / (s_i + damping) <= share, that is s_i <= damping share / (1 - share). Where a tail t, the mean
+    of what is discarded (`trace` and `d` tell it), stands for the discarded modes, the same holds for s_i - t beside
+    damping + t: a flat spectrum needs hardly any mode.
     """
     if not 0 < share < 1:
         raise ValueError(f"share must lie between 0 and 1, got {share}")
-    return max(1, int((s > damping * share / (1 - share)).sum()))
+    tail = torch.zeros_like(s)
+    if trace is not None and d is not None:
+        kept = torch.arange(len(s), dtype=s.dtype, device=s.device)  # before mode i
+        tail = ((trace - (s.cumsum(0) - s)) / (d - kept)).clamp_min(0)
+    matters = s - tail > (damping + tail) * share / (1 - share)
+    return max(1, int(matters.cumprod(0).sum()))
 
 
 def adaptive(
@@ -85,11 +95,14 @@ def adaptive(
     ceiling = X.shape[-1] if max_rank is None else min(max_rank, X.shape[-1])
     rank = min(first_rank if start is None else start.shape[-1], ceiling)
     known = 0 if start is None else rank
+    known_rest: dict[str, Any] = {}
+    if tail == "trace":
+        known_rest = {"trace": float(X.diagonal().double().sum()) + shift * X.shape[-1], "d": X.shape[-1]}
     while True:
         width = rank + max(oversampling, 1, rank // 20)
         low = method(X, width, 0, power_iterations, start=start, tail=tail, generator=generator, name=name, shift=shift)
         threshold = offset + (damping * (float(low.s[0]) + offset) if relative else damping)
-        enough = sufficient_rank(low.s, threshold, share)
+        enough = sufficient_rank(low.s, threshold, share, **known_rest)
         if enough < low.rank or rank >= ceiling:
             margin = max(1, known // 20)
             return low.truncate(min(known if enough <= known <= enough + margin else enough, ceiling))

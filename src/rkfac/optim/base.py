@@ -127,7 +127,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         for block in self._blocks.values():
             first = block.weight.requires_grad and not block.observed
             # Frozen layers too: they may be thawed before the forward, and cost nothing while they are not.
-            block.wanted = not block.retired and (first or self._step % self._group(block)["factor_every"] == 0)
+            block.wanted = not block.retired and (first or self._due(block, "factor_every"))
             if not self._closed:
                 self._capture.follow(block)
         self._activate()
@@ -136,6 +136,9 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         assert self._capture is not None
         wanted = any(block.wanted for block in self._blocks.values())
         self._capture.active = wanted and not self._closed and not self._paused
+
+    def _due(self, block: Block, period: str) -> bool:
+        return self._settings.due(self._step, self._group(block)[period])
 
     def _group(self, block: Block) -> dict[str, Any]:
         return self._group_of.get(id(block.weight), self.param_groups[0])
@@ -205,7 +208,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
 
     def _refresh(self) -> None:
         for block in self._blocks.values():
-            due = self._step % self._group(block)["inverse_every"] == 0
+            due = self._due(block, "inverse_every")
             first = not block.ready and block.failures == 0
             if block.observed and not block.retired and block.weight.requires_grad and (due or first):
                 block.refresh(self._group(block))

@@ -44,6 +44,7 @@ class KFAC(CurvatureOptimizer):
       factor_decay*, factor_every*, inverse_every*   [rho, T_KU, T_KI]
       factor_start      "unbiased": averages are free of their start; "identity": they start from I, which damps the
                         first steps and is kept apart from what is decomposed; "paper": the same, but sketches see it
+      eager_start       while the averages are young, statistics and inverses after 1, 2, 4, 8... steps too
       rank*, oversampling*, power_iterations*        [r, r_l, n_pwr-it] of sketched decompositions; rank may be "auto"
       tail              what replaces the discarded spectrum: "zero" (paper) or "trace" (a constant preserving it)
       warm_start        start each sketch from the previous basis
@@ -91,6 +92,7 @@ class KFAC(CurvatureOptimizer):
         factor_every: int = 10,
         inverse_every: int = 50,
         factor_start: Literal["unbiased", "identity", "paper"] = "unbiased",
+        eager_start: bool = True,
         rank: int | Literal["auto"] = 220,
         oversampling: int = 10,
         power_iterations: int = 1,
@@ -126,6 +128,7 @@ class KFAC(CurvatureOptimizer):
         check_choice("fallback", fallback, ("sgd", "adamw", None))
         check_choice("relative_to", relative_to, ("mean", "largest", None))
         check_flag("warm_start", warm_start)
+        check_flag("eager_start", eager_start)
         check_scaler("grad_scaler", grad_scaler)
         if isinstance(likelihood, str):
             check_choice("likelihood", likelihood, tuple(NAMED))
@@ -152,6 +155,7 @@ class KFAC(CurvatureOptimizer):
             loss_average=loss_average,
             sampled=fisher == "mc",
             start=STARTS[factor_start],
+            eager_start=eager_start,
             max_failures=max_failures,
             randomness=randomness_from(generator, seed),
         )

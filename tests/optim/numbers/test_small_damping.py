@@ -14,7 +14,8 @@ from optim.problems import averages
 
 SETTINGS: dict[str, Any] = {
     "momentum": 0.5,  # a buffer holds the first direction itself
-    "update_clip": None,
+    "graft": None,
+    "relative_to": "largest",
     "factor_start": "unbiased",
     "factor_every": 1,
     "inverse_every": 1,

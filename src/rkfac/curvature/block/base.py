@@ -40,8 +40,13 @@ class Settings:
     loss_average: str
     sampled: bool
     start: Start
+    eager_start: bool
     max_failures: int
     randomness: Randomness
+
+    def due(self, step: int, period: int) -> bool:
+        """Whether a period is over; a young average, while `eager_start`, is looked at after 1, 2, 4, 8... steps too."""
+        return step % period == 0 or (self.eager_start and step < period and step & (step - 1) == 0)
 
     def request(self, group: Group, layer: str, side: str, number: int, damping: tuple[float, bool]) -> Request:
         """What a decomposition is asked for under a group's present settings; `number` counts the refreshes."""

@@ -50,7 +50,9 @@ class DenseFactor(Factor[LowRank]):
 
     def _ill_conditioned(self, request: Request) -> bool:
         """Whether the damping in force is so small that eigenvectors of float32 are not good enough for it."""
-        largest = float(self.trace().amax()) / 2.0**self._exponent  # at most
+        assert self._value is not None
+        # At most; its entries are about one, so that no square overflows.
+        largest = float(torch.linalg.vector_norm(self._value, dim=(-2, -1)).amax())
         damping = request.offset + request.shift + (0.0 if request.relative else request.damping)
         return damping + (request.damping * largest if request.relative else 0.0) < SMALL_DAMPING * largest
 
