@@ -220,7 +220,8 @@ def paper_config(workload: str, steps: int, every: int, settings: Sequence[str] 
     samples = len(known.data(Sources(values.get("data_dir"), values.get("text_file"))).train_x)
     batch = values.setdefault("batch_size", known.batch_size)
     epochs = math.ceil(steps / math.ceil(samples / batch))
-    return from_dict({**values, "max_steps": steps, "epochs": epochs, "evaluate_every": max(1, epochs // 10)})
+    length = {"max_steps": steps, "epochs": epochs, "evaluate_every": max(1, epochs // 10), "evaluate_steps": 0}
+    return from_dict({**values, **length})
 
 
 def write(recorder: Recorder, config: RunConfig, folder: Path) -> list[Path]:

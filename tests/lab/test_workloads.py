@@ -16,10 +16,13 @@ from rkfac_lab.workloads import WORKLOADS, Target, find
 
 NAMES = [
     "digits-mlp",
+    "digits-autoencoder",
     "fashion-autoencoder",
     "fashion-widemlp",
     "cifar10-vgg16bn",
     "cifar10-vgg-small",
+    "cifar10-mini",
+    "cifar10-resnet-small",
     "text-transformer",
 ]
 
@@ -39,7 +42,7 @@ def small_data(name):
     return Dataset(x, labels, x, labels, classes=10)
 
 
-def test_all_six_exist():
+def test_all_of_them_exist():
     assert list(WORKLOADS) == NAMES
 
 
