@@ -88,7 +88,7 @@ def read_folder(folder: Path) -> dict[str, Any]:
 
 
 def load(target: str, overrides: Iterable[str] = ()) -> RunConfig:
-    """The configuration of a TOML file, a shipped configuration's name, a run folder or a workload's name."""
+    """The configuration of a TOML file, a shipped configuration's name, a run folder or a workload's name or place."""
     from .workloads import WORKLOADS
 
     path = Path(target)
@@ -98,7 +98,7 @@ def load(target: str, overrides: Iterable[str] = ()) -> RunConfig:
         values = _read_toml(path)
     elif target in shipped():
         values = tomllib.loads(shipped()[target])
-    elif target in WORKLOADS:
+    elif target in WORKLOADS or ":" in target:
         values = {"workload": target}
     else:
         raise unknown("run file, run folder, shipped configuration or workload", target, [*shipped(), *WORKLOADS])
@@ -140,6 +140,7 @@ def override(values: dict[str, Any], text: str) -> None:
 
 def resolve(config: RunConfig) -> RunConfig:
     """Fill in what the workload or the preset decides; resolving twice changes nothing."""
+    from .optimizers import grafted
     from .workloads import find
 
     workload = find(config.workload)
@@ -147,9 +148,12 @@ def resolve(config: RunConfig) -> RunConfig:
     if chosen.preset == "paper":
         import rkfac
 
-        defaults: Mapping[str, Any] = rkfac.paper_defaults()
+        if grafted(chosen.name)[1] is not None:
+            raise LabError(f"{chosen.name} takes another's settings and no preset; leave optimizer.preset away.")
+
+        defaults: Mapping[str, Any] = {**workload.kfac_needs, **rkfac.paper_defaults()}
     else:
-        defaults = workload.defaults.get(chosen.name, {})
+        defaults = workload.arguments(chosen.name)
     arguments = {**defaults, **chosen.arguments}
     shape = config.lr_shape or ("constant" if chosen.preset else workload.lr_shape)
     return dataclasses.replace(

@@ -20,6 +20,7 @@ from rich.text import Text
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+import rkfac
 from rkfac_lab import disk, train
 from rkfac_lab.config import RunConfig, from_dict, load, override, resolve
 from rkfac_lab.data import Sources
@@ -212,7 +213,7 @@ def paper_config(workload: str, steps: int, every: int, settings: Sequence[str] 
         values = load("paper-k-fac").to_dict()
         values["schedule"].pop("inverse_every", None)
     arguments = values["optimizer"].setdefault("arguments", {})
-    arguments.setdefault("lr", known.defaults["k-fac"]["lr"])
+    arguments.setdefault("lr", known.arguments("k-fac").get("lr", rkfac.paper_defaults()["lr"]))
     arguments.update(factor_every=every, inverse_every=max(every, 30))
     values.update({key: value for key, value in common.items() if value is not None})
     for text in settings:

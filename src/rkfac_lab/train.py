@@ -305,6 +305,7 @@ class _Trainer:
         line = {
             "kind": "epoch",
             "epoch": self.epoch,
+            "epochs_done": self.step / len(self.batches),
             "step": self.step,
             "train_seconds": self.train_seconds,
             "cpu_seconds": self.cpu_seconds,
@@ -344,7 +345,7 @@ class _Trainer:
         lines = [line]
         if hasattr(self.optimizer, "report"):
             layers = [dataclasses.asdict(layer) for layer in self.optimizer.report()]
-            where = {key: line[key] for key in ("epoch", "step", "train_seconds")}
+            where = {key: line[key] for key in ("epoch", "epochs_done", "step", "train_seconds")}
             lines.append({"kind": "layers", **where, "layers": layers})
         self.folder.append(lines)
         self.lines.append(line)

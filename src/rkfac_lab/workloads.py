@@ -20,7 +20,9 @@ from .data.cifar import cifar10, halved_cifar10
 from .data.digits import digits
 from .data.idx import fashion_mnist
 from .data.text import CONTEXT, text
-from .errors import unknown
+from .errors import LabError, unknown
+from .imports import named
+from .optimizers import grafted, is_kfac
 
 Prepare = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -43,7 +45,10 @@ class Target:
 
 @dataclass(frozen=True)
 class Workload:
-    """One problem, the same for every optimizer that is compared on it."""
+    """One problem, the same for every optimizer that is compared on it.
+
+    Anybody's own is found as `module:NAME`, wherever a workload's name is taken.
+    """
 
     name: str
     about: str
@@ -59,10 +64,19 @@ class Workload:
     channels_last: bool = False  # set where it was measured to be faster on a CPU
     threads: int | None = None  # None: torch's own choice; tiny layers are fastest with one
     defaults: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # optimizer -> constructor arguments
+    kfac_needs: Mapping[str, Any] = field(default_factory=dict)  # what K-FAC must be told for its mathematics to hold
     lr_shape: str = "linear"  # of any optimizer's learning rate over the run, by its name in `shapes`
     evaluate_steps: int | None = None  # also inside epochs, every so many steps
     evaluation_size: int | None = None  # test samples that are measured; None: all, where that costs little
     measured_on: str = "test"  # what the names of all measurements begin with
+
+    def arguments(self, optimizer: str) -> dict[str, Any]:
+        """The constructor's arguments for an optimizer here; `rs-kfac+sgd` gets sgd's, and what K-FAC needs."""
+        own, other = grafted(optimizer)
+        needs = self.kfac_needs if is_kfac(own) else {}
+        if other is None:
+            return {**needs, **self.defaults.get(own, {})}
+        return {**needs, **self.defaults.get(other, {}), "graft": other}
 
 
 WORKLOADS: dict[str, Workload] = {}
@@ -75,10 +89,15 @@ def register(workload: Workload) -> Workload:
 
 
 def find(name: str) -> Workload:
-    """The workload called `name`."""
-    if name not in WORKLOADS:
+    """The workload called `name`, or the one that `module:NAME` leads to."""
+    if name in WORKLOADS:
+        return WORKLOADS[name]
+    if ":" not in name:
         raise unknown("workload", name, WORKLOADS)
-    return WORKLOADS[name]
+    found = named("workload", name, name)
+    if not isinstance(found, Workload):
+        raise LabError(f"{name} is a {type(found).__name__} and no rkfac_lab.workloads.Workload; name one that is.")
+    return found
 
 
 # --- losses, metrics and batch preparation ---------------------------------------------------------------------------
@@ -345,8 +364,9 @@ register(
         evaluation_size=500,
         loss=next_character_loss,
         targets=tuple(Target("test_loss", value, "min") for value in (2.2, 2.0, 1.8)),
+        kfac_needs={"loss_average": "tokens"},
         defaults={
-            **_kfac_family(lr=0.1, damping=0.1, factor_every=5, inverse_every=20, loss_average="tokens"),
+            **_kfac_family(lr=0.1, damping=0.1, factor_every=5, inverse_every=20),
             "sgd": {"lr": 0.1, "momentum": 0.9},
             "adamw": {"lr": 3e-3},
             "muon": {"lr": 3e-3},

@@ -54,7 +54,7 @@ def test_constant_leaves_to_schedules_what_they_set():
 
 
 def test_an_unknown_shape_is_refused_with_the_nearest():
-    with pytest.raises(LabError, match="lr_shape.*did you mean 'linear'"):
+    with pytest.raises(LabError, match=r"lr_shape.*did you mean 'linear'"):
         config.load("digits-mlp", ["lr_shape=linar"])
 
 

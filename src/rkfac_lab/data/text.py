@@ -74,4 +74,4 @@ def text(sources: Sources) -> Dataset:
         raise LabError(f"The text file {sources.text_file} repeats one character; name a text that can be learned.")
     symbols, vocabulary = encode(content)
     cut = int(len(symbols) * (1 - TEST_SHARE))
-    return Dataset(*windows(symbols[:cut]), *windows(symbols[cut:]), classes=vocabulary)
+    return Dataset(*windows(symbols[:cut]), *windows(symbols[cut:]), classes=vocabulary, ordered=True)
