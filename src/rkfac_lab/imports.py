@@ -13,6 +13,8 @@ from .errors import LabError, one_line, unknown
 def named(kind: str, name: str, place: str) -> Any:
     """What the module and name in `place` lead to; `kind` and `name` say in refusals what it was wanted for."""
     module_name, _, attribute = place.partition(":")
+    if not module_name or not attribute:
+        raise LabError(f"The {kind} {name} is not of the form module:NAME; write both.")
     folder = os.getcwd()
     if folder not in sys.path and "" not in sys.path:
         sys.path.append(folder)  # last: a file lying there must not take an installed package's place
