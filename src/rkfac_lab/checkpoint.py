@@ -37,6 +37,7 @@ class State(TypedDict):
     epoch: int
     step: int
     train_seconds: float
+    cpu_seconds: float
     epoch_seconds: float
     loss_sum: float
     samples: int
@@ -101,7 +102,7 @@ def _verify(path: Path, file: Any) -> None:
 def _structured(path: Path, state: Any) -> dict[str, Any]:
     try:
         checked(state, State)
-        for name in ("epoch", "step", "train_seconds", "epoch_seconds", "samples"):
+        for name in ("epoch", "step", "train_seconds", "cpu_seconds", "epoch_seconds", "samples"):
             if state[name] < 0:
                 raise LabError(f"{name} must not be negative, not {state[name]!r}.")
     except LabError as error:

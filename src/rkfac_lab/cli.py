@@ -30,7 +30,11 @@ def root() -> None:
 @app.command()
 def train(
     target: Annotated[
-        str, typer.Argument(metavar="RUN", help="A TOML file, a shipped configuration, a workload or a run folder.")
+        str,
+        typer.Argument(
+            metavar="RUN",
+            help="A TOML file, a shipped configuration, a workload (or module:NAME), a run folder.",
+        ),
     ] = "digits-mlp",
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Such as optimizer.arguments.lr=0.1.")
@@ -126,7 +130,7 @@ def report(
 @app.command()
 def compare(
     workload: Annotated[
-        str, typer.Argument(help="The problem; `rkfac data list` names the data each one needs.")
+        str, typer.Argument(help="The problem (or module:NAME); `rkfac data list` names the data each one needs.")
     ] = "digits-mlp",
     optimizers: Annotated[
         str, typer.Option(help="Names, shipped configurations (paper-rs-kfac) or TOML files, comma-separated.")
@@ -143,7 +147,9 @@ def compare(
         Path | None, typer.Option(help="Folder of the comparison; a dated one in runs/ if not given.")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the comparison in --out, or the latest.")] = False,
-    reference: Annotated[str | None, typer.Option(help="Row the others are divided by; k-fac if present.")] = None,
+    reference: Annotated[
+        str | None, typer.Option(help="Row the others are divided by; the best baseline else.")
+    ] = None,
     tune: Annotated[bool, typer.Option("--tune", help="First choose each learning rate from one grid.")] = False,
     grid: Annotated[str, typer.Option(help="Learning rates to try, comma-separated.")] = "",
     tune_epochs: Annotated[
@@ -166,7 +172,7 @@ def compare(
 
 @app.command()
 def spectrum(
-    workload: Annotated[str, typer.Argument(help="The problem to train on.")] = "digits-mlp",
+    workload: Annotated[str, typer.Argument(help="The problem to train on, or module:NAME.")] = "digits-mlp",
     layers: Annotated[str, typer.Option(help="Layers to draw, comma-separated; a few if not given.")] = "",
     steps_max: Annotated[int, typer.Option(min=1, help="Steps of training; the paper takes 13,720.")] = 1200,
     every: Annotated[
@@ -182,11 +188,12 @@ def spectrum(
 ) -> None:
     """The paper's Figure 1: spectra of the Kronecker factors while K-FAC trains, and modes against width."""
     from rkfac_lab import spectrum as spectra
+    from rkfac_lab.comparison import slug
 
     console = Console()
     period = every or spectra.statistics_period(steps_max)
     config = spectra.paper_config(workload, steps_max, period, settings or (), seed=seed, data_dir=data_dir)
-    folder = out or Path("runs") / f"spectrum-{workload}-{datetime.now():%Y%m%d-%H%M%S}"
+    folder = out or Path("runs") / f"spectrum-{slug(workload)}-{datetime.now():%Y%m%d-%H%M%S}"
     when = spectra.Recording(record_every, record_late_every, late_from)
     recorder = spectra.run(config, folder / "run", when, _names(layers) or None)
     console.print(spectra.to_rich(recorder))

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from rkfac_lab import config as configuration
 from rkfac_lab import disk, optimizers, plots, report, schedules, table_text, tables, train, tuning
-from rkfac_lab.comparison import Comparison
+from rkfac_lab.comparison import Comparison, slug
 from rkfac_lab.data import Sources
 from rkfac_lab.errors import LabError, unknown
 from rkfac_lab.harmless import visible
@@ -31,12 +31,13 @@ WRITTEN = ("table.md", "table.csv", "table.json", "curves.png", "curves.svg", "r
 
 def choose_folder(out: Path | None, workload: str, resume: bool) -> Path:
     """Where the comparison goes: `out`, or a new dated folder in runs/ (with `resume`: the latest one)."""
-    find(workload)  # its name becomes a part of the folder's
+    find(workload)
+    name = slug(workload)
     if out is None:
-        earlier = sorted(RUNS.glob(f"compare-{workload}-[0-9]*"))
+        earlier = sorted(RUNS.glob(f"compare-{name}-[0-9]*"))
         if resume and not earlier:
             raise LabError(f"There is no comparison of {workload} in {RUNS} to resume; name its folder with --out.")
-        return earlier[-1] if resume else RUNS / f"compare-{workload}-{datetime.now():%Y%m%d-%H%M%S}"
+        return earlier[-1] if resume else RUNS / f"compare-{name}-{datetime.now():%Y%m%d-%H%M%S}"
     if not resume and any(out.glob(f"*/*/{CONFIG}")):
         raise LabError(
             f"{out} already holds a comparison; add --resume to continue it, or name another folder with --out."

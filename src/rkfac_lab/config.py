@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from . import disk
+from . import disk, shapes
 from .errors import LabError, unknown
 from .structure import checked
 
@@ -40,6 +40,7 @@ class RunConfig:
     workload: str = "digits-mlp"
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: dict[str, dict[int, float]] = field(default_factory=dict)  # hyper-parameter -> first epoch -> value
+    lr_shape: str | None = None  # of the learning rate over the run; a schedule of lr goes instead of it
     label: str = ""  # name in tables and plots; the optimizer's name if empty
     epochs: int | None = None
     max_steps: int | None = None
@@ -49,6 +50,7 @@ class RunConfig:
     threads: int | None = None
     device: str = "auto"
     evaluate_every: int = 1  # epochs
+    evaluate_steps: int | None = None  # also inside epochs, every so many steps of the run; 0: never
     validation_share: float = 0.0  # of the training data, kept apart and measured in place of the test set
     checkpoint_seconds: float = 300.0  # also inside an epoch; every epoch's end has one anyway
     data_dir: str | None = None
@@ -86,7 +88,7 @@ def read_folder(folder: Path) -> dict[str, Any]:
 
 
 def load(target: str, overrides: Iterable[str] = ()) -> RunConfig:
-    """The configuration of a TOML file, a shipped configuration's name, a run folder or a workload's name."""
+    """The configuration of a TOML file, a shipped configuration's name, a run folder or a workload's name or place."""
     from .workloads import WORKLOADS
 
     path = Path(target)
@@ -96,7 +98,7 @@ def load(target: str, overrides: Iterable[str] = ()) -> RunConfig:
         values = _read_toml(path)
     elif target in shipped():
         values = tomllib.loads(shipped()[target])
-    elif target in WORKLOADS:
+    elif target in WORKLOADS or ":" in target:
         values = {"workload": target}
     else:
         raise unknown("run file, run folder, shipped configuration or workload", target, [*shipped(), *WORKLOADS])
@@ -138,6 +140,7 @@ def override(values: dict[str, Any], text: str) -> None:
 
 def resolve(config: RunConfig) -> RunConfig:
     """Fill in what the workload or the preset decides; resolving twice changes nothing."""
+    from .optimizers import grafted
     from .workloads import find
 
     workload = find(config.workload)
@@ -145,20 +148,21 @@ def resolve(config: RunConfig) -> RunConfig:
     if chosen.preset == "paper":
         import rkfac
 
-        defaults: Mapping[str, Any] = rkfac.paper_defaults()
+        if grafted(chosen.name)[1] is not None:
+            raise LabError(f"{chosen.name} takes another's settings and no preset; leave optimizer.preset away.")
+
+        defaults: Mapping[str, Any] = {**workload.kfac_needs, **rkfac.paper_defaults()}
     else:
-        defaults = workload.defaults.get(chosen.name, {})
+        defaults = workload.arguments(chosen.name)
     arguments = {**defaults, **chosen.arguments}
-    schedule = dict(config.schedule)
-    if workload.lr_decay and "lr" in arguments and "lr" not in schedule and not chosen.preset:
-        factors = {1: 1.0, **workload.lr_decay}
-        schedule["lr"] = {epoch: arguments["lr"] * factor for epoch, factor in factors.items()}
+    shape = config.lr_shape or ("constant" if chosen.preset else workload.lr_shape)
     return dataclasses.replace(
         config,
         optimizer=dataclasses.replace(chosen, arguments=arguments),
-        schedule=schedule,
+        lr_shape="constant" if "lr" in config.schedule else shape,
         epochs=config.epochs or workload.epochs,
         batch_size=config.batch_size or workload.batch_size,
+        evaluate_steps=(workload.evaluate_steps or 0) if config.evaluate_steps is None else config.evaluate_steps,
         threads=config.threads or workload.threads or torch.get_num_threads(),  # decides the last bits of every sum
     )
 
@@ -192,8 +196,11 @@ def _check_ranges(config: RunConfig) -> None:
             raise LabError(f"{name} must be greater than zero, not {value!r}.")
     if config.threads is not None and config.threads > most_threads():
         raise LabError(f"threads must be at most {most_threads()} on this machine, not {config.threads}.")
-    if config.checkpoint_seconds < 0:
-        raise LabError(f"checkpoint_seconds must not be negative, not {config.checkpoint_seconds!r}.")
+    for name in ("checkpoint_seconds", "evaluate_steps"):
+        if (getattr(config, name) or 0) < 0:
+            raise LabError(f"{name} must not be negative, not {getattr(config, name)!r}.")
+    if config.lr_shape is not None:
+        shapes.find(config.lr_shape)
     if not 0 <= config.validation_share <= 0.5:
         raise LabError(f"validation_share must lie between 0 and 0.5, not {config.validation_share!r}.")
     if len(config.label) > LONGEST_LABEL:

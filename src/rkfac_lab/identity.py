@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import config
+from . import config, shapes
 from .config import RunConfig
 from .errors import LabError
 from .record import RunFolder
 
 # Keys in which a run may differ from the one it continues: limits may only grow, the others change no number.
 LIMITS = ("epochs", "max_steps", "time_budget")
+TOTALS = ("epochs", "max_steps")  # the limits that a shape of the learning rate may depend on
 HARMLESS = ("label", "data_dir", "tensorboard", "checkpoint_seconds")
 
 
@@ -27,6 +28,13 @@ def require_same_run(folder: RunFolder, before: RunConfig, now: RunConfig, resum
     differences = _differences(before.to_dict(), now.to_dict())
     changed = [key for key in differences if key.split(".")[0] not in HARMLESS]
     refused = [key for key in changed if key not in LIMITS or _shrinks(getattr(before, key), getattr(now, key))]
+    grown = [key for key in changed if key in TOTALS and key not in refused]
+    if grown and not refused and now.lr_shape and shapes.find(now.lr_shape).needs_total:
+        raise LabError(
+            f"{folder.path} cannot go on with other {' and '.join(grown)}: its learning rate follows the shape "
+            f"{now.lr_shape!r}, which ends with the run; choose another --folder, or give runs that are to grow "
+            "lr_shape=constant from the start."
+        )
     if refused:
         threads = f" (threads: --set threads={before.threads})" if "threads" in refused else ""
         raise LabError(

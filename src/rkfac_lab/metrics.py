@@ -48,15 +48,20 @@ class LayersLine(TypedDict):
     layers: list[Layer]
 
 
-class TargetLine(TypedDict):
-    """When a target was first met."""
-
+class _Goal(TypedDict):
     metric: str
     value: float
     mode: Literal["max", "min"]
     reached: bool
     seconds: float | None
     epoch: int | None
+
+
+class TargetLine(_Goal, total=False):
+    """When a target was first met; runs of earlier versions do not know all of it."""
+
+    step: int | None
+    cpu_seconds: float | None
 
 
 class Summary(TypedDict):
@@ -165,8 +170,8 @@ def _check_epoch(line: dict[str, Any]) -> None:
 
 
 def _check_counts(line: dict[str, Any]) -> None:
-    for key in ("epoch", "step", "epochs", "steps", "train_seconds", "epoch_seconds"):
-        if line.get(key, 0) < 0:
+    for key in ("epoch", "step", "epochs", "steps", "train_seconds", "cpu_seconds", "epoch_seconds"):
+        if (line.get(key) or 0) < 0:
             raise LabError(f"{key} must not be negative, not {line[key]!r}.")
 
 

@@ -1,4 +1,7 @@
-"""Optimizers by name: rkfac's, torch's, pytorch-optimizer's, and any `module:Class`.
+"""Optimizers by name: rkfac's, torch's, pytorch-optimizer's, any `module:Class`, and `rs-kfac+sgd`.
+
+The last is a K-FAC that takes the place of another optimizer and its numbers: direction of the left one, steps of
+the size of the right one (`graft`).
 
 Importing a module runs it: a configuration that names one is code. What is then called is a subclass of
 `torch.optim.Optimizer`, or one of the laboratory's own, and nothing else.
@@ -6,7 +9,6 @@ Importing a module runs it: a configuration that names one is code. What is then
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,7 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .errors import LabError, one_line, unknown
+from .errors import LabError, unknown
+from .imports import named
 
 # Name -> where its class is; imported when asked for, so that nobody pays for what is not used.
 CLASSES = {
@@ -27,6 +30,26 @@ CLASSES = {
     "soap": "pytorch_optimizer:SOAP",
     "shampoo": "pytorch_optimizer:Shampoo",
 }
+
+
+GRAFTS = ("sgd", "adamw")
+
+
+def is_kfac(name: str) -> bool:
+    """Whether an optimizer is one of rkfac's, which others are the baselines of; imports nothing."""
+    return CLASSES.get(name.partition("+")[0], name).startswith("rkfac:")
+
+
+def grafted(name: str) -> tuple[str, str | None]:
+    """The class's name and whose numbers it takes: `rs-kfac+sgd` in its two parts, any other name and None."""
+    own, plus, other = name.partition("+")
+    if not plus or name in CLASSES:
+        return name, None
+    if own not in CLASSES or not is_kfac(own):
+        raise unknown(f"K-FAC to put in the place of {other}:", own, filter(is_kfac, CLASSES))
+    if other not in GRAFTS:
+        raise unknown(f"optimizer for {own} to take the place of:", other, GRAFTS)
+    return own, other
 
 
 def build(name: str, model: nn.Module, arguments: Mapping[str, Any], seed: int | None = None) -> torch.optim.Optimizer:
@@ -54,20 +77,12 @@ def keywords(name: str) -> set[str]:
 
 
 def _factory(name: str) -> Callable[..., torch.optim.Optimizer]:
-    module_name, colon, class_name = CLASSES.get(name, name).partition(":")
-    if not colon:
+    own, _ = grafted(name)
+    place = CLASSES.get(own, own)
+    if ":" not in place:
         raise unknown("optimizer", name, CLASSES)
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise LabError(f"The optimizer {name} needs the module {module_name}: {error}.") from error
-    except (Exception, SystemExit) as error:  # importing runs whatever the module holds
-        reason = one_line(error)
-        raise LabError(f"The module {module_name} of the optimizer {name} cannot be imported ({reason}).") from error
-    if not hasattr(module, class_name):
-        raise unknown(f"class in {module_name} named", class_name, (n for n in dir(module) if not n.startswith("_")))
-    factory: Callable[..., torch.optim.Optimizer] = getattr(module, class_name)
-    if name not in CLASSES and not (inspect.isclass(factory) and issubclass(factory, torch.optim.Optimizer)):
+    factory: Callable[..., torch.optim.Optimizer] = named("optimizer", name, place)
+    if own not in CLASSES and not (inspect.isclass(factory) and issubclass(factory, torch.optim.Optimizer)):
         raise LabError(f"{name} is not a subclass of torch.optim.Optimizer and was not called; name another class.")
     return factory
 

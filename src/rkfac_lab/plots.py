@@ -59,21 +59,27 @@ def colour(position: int) -> str:
 def band(runs: Sequence[Run], quantity: str, against: str) -> Band:
     """Gather one quantity ("test_loss") of several seeds against another ("epoch", "train_seconds").
 
-    Seeds meet at equal epochs. An epoch counts only where all seeds that finished have it, so that a seed which
+    Seeds meet at equal steps. A step counts only where all seeds that finished have it, so that a seed which
     stopped early cannot bend the median; what a diverged seed measured before it broke takes part.
     """
     finished = [run for run in runs if run.summary.get("status") == "finished"] or list(runs)
-    measured = [{epoch["epoch"]: epoch for epoch in run.epochs if _usable(epoch, quantity)} for run in runs]
+    measured = [{line["step"]: line for line in run.epochs if _usable(line, quantity)} for run in runs]
     required = [set(points) for run, points in zip(runs, measured, strict=True) if run in finished]
     shared = sorted(set.intersection(*required)) if required else []
     columns = [[points[number] for points in measured if number in points] for number in shared]
     values = [np.array([point[quantity] for point in column], dtype=float) for column in columns]
     return Band(
-        x=np.array([np.median([point[against] for point in column]) for column in columns]),
+        x=np.array([np.median([abscissa(point, against) for point in column]) for column in columns]),
         middle=np.array([np.median(value) for value in values]),
         low=np.array([value.min() for value in values]),
         high=np.array([value.max() for value in values]),
     )
+
+
+def abscissa(line: dict[str, Any], against: str) -> float:
+    """Where an evaluation stands; against "epoch", one inside an epoch stands inside it."""
+    value = line.get("epochs_done", line["epoch"]) if against == "epoch" else line[against]
+    return float(value)
 
 
 def curves(runs: Sequence[Run], title: str | None = None) -> Figure:
@@ -95,7 +101,8 @@ def curves(runs: Sequence[Run], title: str | None = None) -> Figure:
         _scale_values(grid[row], quantity, [epoch.get(quantity) for run in runs for epoch in run.epochs])
         grid[row][0].set_ylabel(_axis_name(quantity))
     grid[-1][0].set_xlabel("epoch")
-    grid[-1][0].xaxis.set_major_locator(MaxNLocator(integer=True))
+    longest = max((abscissa(line, "epoch") for run in runs for line in run.epochs), default=0.0)
+    grid[-1][0].xaxis.set_major_locator(MaxNLocator(integer=longest > 2))  # few epochs are measured inside
     grid[-1][1].set_xlabel("training time in seconds")
     _scale_seconds(grid[-1][1], runs)
     figure.suptitle(plotted(title or _title(runs)), fontsize=12, color=INK)

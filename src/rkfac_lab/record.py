@@ -6,7 +6,7 @@ import json
 import math
 import os
 import platform
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -98,12 +98,9 @@ class RunFolder:
         """Add lines to the metrics, on disk before this returns."""
         disk.append(self.path / METRICS, "".join(json.dumps(finite(line)) + "\n" for line in lines))
 
-    def forget_after(self, step: int, *, partial: bool = False) -> None:
-        """Drop the metrics of steps a resumed run will do again; with `partial` also those inside an epoch."""
-        lines = self.lines()
-        inside = {line["step"] for line in lines if partial and line.get("partial")}
-        kept = [line for line in lines if line["step"] <= step and line["step"] not in inside]
-        text = "".join(json.dumps(line) + "\n" for line in kept)
+    def keep(self, steps: Collection[int]) -> None:
+        """Drop the metrics of all other steps, which a resumed run will measure again or not at all."""
+        text = "".join(json.dumps(line) + "\n" for line in self.lines() if line["step"] in steps)
         disk.write_atomically(self.path / METRICS, lambda file: file.write(text.encode()))
 
     def save_checkpoint(self, state: dict[str, Any]) -> None:
@@ -181,6 +178,8 @@ def summarise(run_facts: dict[str, Any], epochs: list[dict[str, Any]], targets: 
                 "mode": goal.mode,
                 "reached": hit is not None,
                 "seconds": hit["train_seconds"] if hit else None,
+                "cpu_seconds": hit.get("cpu_seconds") if hit else None,
+                "step": hit["step"] if hit else None,
                 "epoch": hit["epoch"] if hit else None,
             }
         )

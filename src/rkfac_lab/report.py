@@ -132,10 +132,10 @@ def _metrics(runs: Sequence[Run]) -> list[str]:
     return [name for name in dict.fromkeys(order) if name in measured] or [first]
 
 
-def _band(runs: Sequence[Run], metric: str) -> dict[str, list[float]]:
+def _band(runs: Sequence[Run], metric: str) -> dict[str, list[Any]]:
     over_epochs = plots.band(runs, metric, "epoch")
     return {
-        "epoch": over_epochs.x.tolist(),
+        "epoch": [_short(x) for x in over_epochs.x.tolist()],
         "seconds": plots.band(runs, metric, "train_seconds").x.tolist(),
         "middle": over_epochs.middle.tolist(),
         "low": over_epochs.low.tolist(),
@@ -154,7 +154,10 @@ def _run(run: Run, metrics: Sequence[str]) -> dict[str, Any]:
         "remarks": _remarks(run),
         "config": run.config,
         "environment": run.environment,
-        "epochs": {name: [epoch.get(name) for epoch in run.epochs] for name in ("epoch", "train_seconds", *metrics)},
+        "epochs": {
+            "epoch": [_short(plots.abscissa(line, "epoch")) for line in run.epochs],
+            **{name: [line.get(name) for line in run.epochs] for name in ("train_seconds", *metrics)},
+        },
         "layers": _layers(run),
     }
 
@@ -164,7 +167,7 @@ def _remarks(run: Run) -> list[str]:
     said = []
     status = run.summary.get("status", "unknown")
     if status != "finished":
-        said.append(f"{'unfinished' if status == 'running' else status} after {len(run.epochs)} recorded epochs.")
+        said.append(f"{'unfinished' if status == 'running' else status} after {len(run.epochs)} evaluations.")
     if not ends_whole(run.path / record.METRICS):
         said.append(f"the last line of {record.METRICS} was cut off while it was written and is left out.")
     return said
@@ -197,7 +200,7 @@ def _layers(run: Run) -> dict[str, Any]:
         seconds = [record.get(name, {}).get("seconds") or {} for record in records]
         items.append(facts | history | {"seconds": _accumulated(seconds)})
     return {
-        "epoch": [record["epoch"] for record in run.layers],
+        "epoch": [_short(plots.abscissa(record, "epoch")) for record in run.layers],
         "train_seconds": [record["train_seconds"] for record in run.layers],
         "items": items,
     }

@@ -20,6 +20,7 @@ from rich.text import Text
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+import rkfac
 from rkfac_lab import disk, train
 from rkfac_lab.config import RunConfig, from_dict, load, override, resolve
 from rkfac_lab.data import Sources
@@ -212,7 +213,7 @@ def paper_config(workload: str, steps: int, every: int, settings: Sequence[str] 
         values = load("paper-k-fac").to_dict()
         values["schedule"].pop("inverse_every", None)
     arguments = values["optimizer"].setdefault("arguments", {})
-    arguments.setdefault("lr", known.defaults["k-fac"]["lr"])
+    arguments.setdefault("lr", known.arguments("k-fac").get("lr", rkfac.paper_defaults()["lr"]))
     arguments.update(factor_every=every, inverse_every=max(every, 30))
     values.update({key: value for key, value in common.items() if value is not None})
     for text in settings:
@@ -220,7 +221,8 @@ def paper_config(workload: str, steps: int, every: int, settings: Sequence[str] 
     samples = len(known.data(Sources(values.get("data_dir"), values.get("text_file"))).train_x)
     batch = values.setdefault("batch_size", known.batch_size)
     epochs = math.ceil(steps / math.ceil(samples / batch))
-    return from_dict({**values, "max_steps": steps, "epochs": epochs, "evaluate_every": max(1, epochs // 10)})
+    length = {"max_steps": steps, "epochs": epochs, "evaluate_every": max(1, epochs // 10), "evaluate_steps": 0}
+    return from_dict({**values, **length})
 
 
 def write(recorder: Recorder, config: RunConfig, folder: Path) -> list[Path]:

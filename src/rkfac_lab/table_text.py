@@ -14,6 +14,8 @@ from rich.text import Text
 from rkfac_lab.harmless import csv_cell, markdown, visible
 from rkfac_lab.tables import Spread, Table1, Target, ratios, reference_label
 
+COSTS = "Steps and CPU seconds of training to each target"
+
 
 def target_title(target: Target) -> str:
     """Short form for headings, such as "acc ≥ 97%"."""
@@ -34,6 +36,8 @@ def metric_value(metric: str, value: float) -> str:
 def to_markdown(table: Table1, reference: str | None = None) -> str:
     """The table and the ratios as GitHub-flavoured Markdown."""
     parts = [_markdown(*_cells(table))]
+    if table.targets:
+        parts += [f"{COSTS}:", _markdown(*_cost_cells(table))]
     if len(table.rows) > 1:
         parts.append(f"{markdown(_ratio_title(table, reference))}:")
         parts.append(_markdown(*_ratio_cells(table, reference)))
@@ -44,6 +48,8 @@ def to_rich(table: Table1, reference: str | None = None) -> list[RichTable]:
     """The table and the ratios for the terminal; `notes` has what there is to say about single rows."""
     bare = replace(table, rows=tuple(replace(row, notes="") for row in table.rows))
     tables = [_rich(f"{table.workload}: mean ± standard deviation over the runs, times in seconds", *_cells(bare))]
+    if table.targets:
+        tables.append(_rich(COSTS, *_cost_cells(table)))
     if len(table.rows) > 1:
         tables.append(_rich(_ratio_title(table, reference), *_ratio_cells(table, reference)))
     return tables
@@ -67,7 +73,8 @@ def to_csv(table: Table1) -> str:
     header = ["optimizer", "runs"]
     for target in table.targets:
         stem = f"{target.metric}_{target.value:g}"
-        header += [f"{stem}_{name}" for name in ("hits", "seconds_mean", "seconds_std", "epochs_mean", "epochs_std")]
+        measures = ("seconds", "cpu_seconds", "steps", "epochs")
+        header += [f"{stem}_hits", *(f"{stem}_{name}_{part}" for name in measures for part in ("mean", "std"))]
     header += [
         "epoch_seconds_mean",
         "epoch_seconds_std",
@@ -81,7 +88,8 @@ def to_csv(table: Table1) -> str:
     for row in table.rows:
         numbers: list[object] = [row.label, row.runs]
         for result in row.targets:
-            numbers += [result.hits, *_pair(result.seconds), *_pair(result.epochs)]
+            spreads = (result.seconds, result.cpu_seconds, result.steps, result.epochs)
+            numbers += [result.hits, *(number for value in spreads for number in _pair(value))]
         numbers += [*_pair(row.epoch_seconds), *_pair(row.best), row.notes]
         writer.writerow(map(csv_cell, numbers))
     return out.getvalue()
@@ -96,33 +104,44 @@ def _pair(value: Spread | None) -> tuple[object, object]:
 def _cells(table: Table1) -> tuple[list[str], list[list[str]]]:
     header = ["optimizer", *(f"t({target_title(target)})" for target in table.targets), "t(epoch)"]
     header += [f"hit {metric_value(target.metric, target.value)}" for target in table.targets]
-    last = table.targets[-1] if table.targets else None
-    if last:
-        header.append(f"epochs to {metric_value(last.metric, last.value)}")
     header.append(f"best {metric_name(table.metric)}")
     noted = any(row.notes for row in table.rows)
     lines = []
     for row in table.rows:
         line = [row.label, *(_time(result.seconds) for result in row.targets), _time(row.epoch_seconds)]
         line += [f"{result.hits} of {result.runs}" for result in row.targets]
-        if last:
-            line.append(_fixed(row.targets[-1].epochs, 1))
         line.append(_best(table.metric, row.best))
         lines.append([*line, row.notes] if noted else line)
     return ([*header, "notes"] if noted else header), lines
 
 
+def _cost_cells(table: Table1) -> tuple[list[str], list[list[str]]]:
+    names = [target_title(target) for target in table.targets]
+    header = ["optimizer", *(f"steps({name})" for name in names), *(f"CPU({name})" for name in names)]
+    lines = [
+        [row.label, *(_fixed(r.steps, 0) for r in row.targets), *(_time(r.cpu_seconds) for r in row.targets)]
+        for row in table.rows
+    ]
+    return header, lines
+
+
 def _ratio_title(table: Table1, reference: str | None) -> str:
-    return f"Times divided by those of {reference or reference_label(table)} (below 1 is faster)"
+    return f"Divided by {reference or reference_label(table)} (below 1 is faster)"
 
 
 def _ratio_cells(table: Table1, reference: str | None) -> tuple[list[str], list[list[str]]]:
+    values = [metric_value(target.metric, target.value) for target in table.targets]
     header = ["optimizer", *(f"t({target_title(target)})" for target in table.targets), "t(epoch)"]
+    header += [f"{name}({value})" for name in ("steps", "CPU") for value in values]
     lines = [
-        [ratio.label, *("-" if value is None else f"{value:.2f}" for value in (*ratio.targets, ratio.epoch_seconds))]
+        [ratio.label, *map(_share, (*ratio.targets, ratio.epoch_seconds, *ratio.steps, *ratio.cpu_seconds))]
         for ratio in ratios(table, reference)
     ]
     return header, lines
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
 
 
 def _time(value: Spread | None) -> str:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rkfac_lab.errors import LabError
+from rkfac_lab.optimizers import is_kfac
 
 if TYPE_CHECKING:
     from rkfac_lab.record import Run
@@ -39,12 +40,14 @@ class Target:
 
 @dataclass(frozen=True)
 class TargetResult:
-    """How one optimizer's runs did against one target; times and epochs over the runs that hit."""
+    """How one optimizer's runs did against one target; times, epochs and steps over the runs that hit."""
 
     target: Target
     hits: int
     runs: int
     seconds: Spread | None
+    cpu_seconds: Spread | None
+    steps: Spread | None
     epochs: Spread | None
 
 
@@ -59,9 +62,10 @@ class Failure:
 
 @dataclass(frozen=True)
 class Row:
-    """One optimizer."""
+    """One optimizer; a `baseline` is none of rkfac's."""
 
     label: str
+    baseline: bool
     runs: int
     targets: tuple[TargetResult, ...]
     epoch_seconds: Spread | None
@@ -71,10 +75,15 @@ class Row:
 
 @dataclass(frozen=True)
 class Ratio:
-    """One row's times divided by the reference row's; below 1 is faster, None where either has no time."""
+    """One row's means divided by the reference row's; below 1 is less, None where either has none.
+
+    `targets` are of the seconds to each target, `cpu_seconds` and `steps` likewise.
+    """
 
     label: str
     targets: tuple[float | None, ...]
+    cpu_seconds: tuple[float | None, ...]
+    steps: tuple[float | None, ...]
     epoch_seconds: float | None
 
 
@@ -101,6 +110,10 @@ def label_of(run: Run) -> str:
     """The name a run is shown under, also of a run that was killed before its first summary."""
     summary, config = run.summary, run.config
     return str(summary.get("label") or summary.get("optimizer") or config.get("label") or config["optimizer"]["name"])
+
+
+def _optimizer_of(run: Run) -> str:
+    return str(run.summary.get("optimizer") or run.config["optimizer"]["name"])
 
 
 def workload_of(run: Run) -> str:
@@ -170,20 +183,33 @@ def ratios(table: Table1, reference: str | None = None) -> tuple[Ratio, ...]:
     if base is None:
         known = ", ".join(row.label for row in table.rows)
         raise LabError(f"There is no row '{chosen}' to compare the others with; the rows are {known}.")
-    return tuple(
-        Ratio(
-            row.label,
-            tuple(_quotient(mine.seconds, its.seconds) for mine, its in zip(row.targets, base.targets, strict=True)),
-            _quotient(row.epoch_seconds, base.epoch_seconds),
+    found = []
+    for row in table.rows:
+        pairs = list(zip(row.targets, base.targets, strict=True))
+        found.append(
+            Ratio(
+                row.label,
+                targets=tuple(_quotient(mine.seconds, its.seconds) for mine, its in pairs),
+                cpu_seconds=tuple(_quotient(mine.cpu_seconds, its.cpu_seconds) for mine, its in pairs),
+                steps=tuple(_quotient(mine.steps, its.steps) for mine, its in pairs),
+                epoch_seconds=_quotient(row.epoch_seconds, base.epoch_seconds),
+            )
         )
-        for row in table.rows
-    )
+    return tuple(found)
 
 
 def reference_label(table: Table1) -> str:
-    """The row the others are measured against: exact K-FAC if it has times, else the first row that has."""
+    """The row the others are measured against: the best baseline, without one exact K-FAC, else the first with times."""
+    baselines = [row for row in table.rows if row.baseline and row.best]
+    if baselines:
+        return min(baselines, key=_standing).label
     timed = [row.label for row in table.rows if row.epoch_seconds] or [row.label for row in table.rows]
     return "k-fac" if "k-fac" in timed else (timed[0] if timed else "")
+
+
+def _standing(row: Row) -> list[tuple[int, float]]:
+    """Smaller is better: most hits of the hardest target, then least seconds to it, then the same of easier ones."""
+    return [(-result.hits, result.seconds.mean if result.seconds else math.inf) for result in reversed(row.targets)]
 
 
 def _row(
@@ -192,6 +218,7 @@ def _row(
     count = len(runs) + len(failed)
     return Row(
         label=label,
+        baseline=bool(runs) and not any(is_kfac(_optimizer_of(run)) for run in runs),
         runs=count,
         targets=tuple(_target_result(target, runs, count) for target in targets),
         epoch_seconds=spread(_epoch_seconds(runs)),
@@ -213,9 +240,11 @@ def _target_result(target: Target, runs: Sequence[Run], count: int) -> TargetRes
         if entry.get("reached")
         and (entry["metric"], float(entry["value"]), entry["mode"]) == (target.metric, target.value, target.mode)
     ]
-    seconds = spread(float(entry["seconds"]) for entry in reached)
-    epochs = spread(float(entry["epoch"]) for entry in reached)
-    return TargetResult(target, len(reached), count, seconds, epochs)
+
+    def over(key: str) -> Spread | None:
+        return spread(float(entry[key]) for entry in reached if entry.get(key) is not None)
+
+    return TargetResult(target, len(reached), count, over("seconds"), over("cpu_seconds"), over("step"), over("epoch"))
 
 
 def _notes(runs: Sequence[Run], failed: Sequence[Failure]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from . import checkpoint, disk, identity, machine, metrics, optimizers, record, schedules
+from . import checkpoint, disk, identity, machine, metrics, optimizers, record, schedules, shapes
 from .config import RunConfig, resolve
 from .data import Sources
 from .data.batches import Batches
@@ -74,7 +75,8 @@ class _Trainer:
 
     def __init__(self, config: RunConfig, folder: RunFolder, progress: ProgressReporter) -> None:
         assert config.epochs is not None
-        assert config.batch_size is not None  # `resolve` has filled both in
+        assert config.batch_size is not None
+        assert config.lr_shape is not None  # `resolve` has filled them in
         self.config, self.folder, self.progress = config, folder, progress
         self.workload = held_out(find(config.workload), config.validation_share)
         self.device = machine.device(config.device)
@@ -88,13 +90,16 @@ class _Trainer:
         chosen = config.optimizer
         self.optimizer = optimizers.build(chosen.name, self.model, chosen.arguments, seed=config.seed)
         schedules.check(config.schedule, self.optimizer, chosen, self.model)
+        self.rate = shapes.ShapedRate(config.lr_shape, self.optimizer)
         train_x, train_y = data.train_x.to(self.device), data.train_y.to(self.device)
         self.batches = Batches(train_x, train_y, config.batch_size, config.seed, self.workload.augment)
-        self.test_x, self.test_y = data.test_x.to(self.device), data.test_y.to(self.device)
+        measured_on = self._evaluated_samples(len(data.test_x))
+        self.test_x, self.test_y = data.test_x[measured_on].to(self.device), data.test_y[measured_on].to(self.device)
         self.epochs = config.epochs
+        self.total_steps = min(self.epochs * len(self.batches), config.max_steps or sys.maxsize)
         self.epoch, self.step = 1, 0  # the epoch under way, counted from 1; steps taken
-        self.train_seconds = self.epoch_seconds = 0.0
-        self.loss_sum, self.samples = 0.0, 0  # over the epoch under way
+        self.train_seconds = self.cpu_seconds = self.epoch_seconds = 0.0  # steps alone; the last in the epoch under way
+        self.loss_sum, self.samples = 0.0, 0  # since the last evaluation that was due, or the epoch's beginning
         self.lines: list[dict[str, Any]] = []
         self.status = "running"
         self.saved_at = time.monotonic()
@@ -108,30 +113,31 @@ class _Trainer:
         state = self.folder.load_checkpoint()
         if state is not None:
             self._restore(state)
-        again = not self._budget_spent()  # then an epoch that was cut short will be completed
+        again = not self._budget_spent()  # then what was measured only because the budget ended there is dropped
         kept = [line for line in self.folder.lines() if line["kind"] == "epoch" and line["step"] <= self.step]
-        self.lines = [line for line in kept if not (again and line.get("partial"))]
+        self.lines = [ln for ln in kept if not (again and ln.get("partial") and not self._due_inside(ln["step"]))]
         self._require_lines()
         self.folder.write(record.CONFIG, self.config.to_dict())
         self.folder.write(record.ENVIRONMENT, record.environment(self.device))
         self._write_summary()  # before lines are dropped: a summary never knows more than the metrics
-        self.folder.forget_after(self.step, partial=again)
+        self.folder.keep({line["step"] for line in self.lines})
         if self.config.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
             place = self.folder.path / "tensorboard"
             with disk.trouble(place):
                 self.board = SummaryWriter(str(place), purge_step=self.step + 1)
-        total = self.epochs * len(self.batches)
-        limit = self.config.max_steps
-        self.progress.begin(self.config.name, min(total, limit) if limit else total, self.step)
+        self.progress.begin(self.config.name, self.total_steps, self.step)
 
     def _require_lines(self) -> None:
-        """The epochs behind the checkpoint were measured before it was saved."""
-        every = self.config.evaluate_every
-        missing = set(range(every, self.epoch, every)) - {line["epoch"] for line in self.lines}
+        """Whatever was due before the checkpoint was measured before it was saved."""
+        every, length = self.config.evaluate_every, len(self.batches)
+        due = {epoch * length for epoch in range(every, self.epoch, every)}
+        due |= {step for step in range(1, self.step + 1) if self._due_inside(step)}
+        missing = due - {line["step"] for line in self.lines}
         if missing:
-            why = f"it lacks epoch {min(missing)}, which {record.CHECKPOINT} has behind it"
+            epoch = -(-min(missing) // length)
+            why = f"it lacks step {min(missing)} of epoch {epoch}, which {record.CHECKPOINT} has behind it"
             raise disk.damaged(self.folder.path / record.METRICS, why, metrics.REMEDY)
 
     def close(self) -> None:
@@ -157,6 +163,7 @@ class _Trainer:
             "epochs": self.epoch - 1,
             "steps": self.step,
             "train_seconds": self.train_seconds,
+            "cpu_seconds": self.cpu_seconds,
         }
         self.folder.write(record.SUMMARY, record.summarise(facts, self.lines, self.workload.targets))
 
@@ -172,6 +179,7 @@ class _Trainer:
             "epoch": self.epoch,
             "step": self.step,
             "train_seconds": self.train_seconds,
+            "cpu_seconds": self.cpu_seconds,
             "epoch_seconds": self.epoch_seconds,
             "loss_sum": self.loss_sum,
             "samples": self.samples,
@@ -188,7 +196,7 @@ class _Trainer:
         except Exception as error:  # whose state it is decides how it fails
             path = self.folder.path / record.CHECKPOINT
             raise disk.damaged(path, f"it does not fit this run: {one_line(error)[:200]}", checkpoint.REMEDY) from error
-        for name in ("epoch", "step", "train_seconds", "epoch_seconds", "loss_sum", "samples"):
+        for name in ("epoch", "step", "train_seconds", "cpu_seconds", "epoch_seconds", "loss_sum", "samples"):
             setattr(self, name, state[name])
 
     def _checkpoint(self) -> None:
@@ -214,21 +222,27 @@ class _Trainer:
         return (limit is not None and self.step >= limit) or (seconds is not None and self.train_seconds >= seconds)
 
     def _rest_of_epoch(self) -> bool:
-        """Steps until the epoch or the budget ends; False if the loss is not finite."""
+        """Steps until the epoch or the budget ends; False if the loss, or one that is measured, is not finite."""
         while not self.batches.exhausted and not self._budget_spent():
-            started = time.perf_counter()
+            self.rate.apply(shapes.Moment(self.step + 1, self.total_steps, self.epoch))
+            started, cpu_started = time.perf_counter(), time.process_time()
             loss, size = self._take_step()
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             seconds = time.perf_counter() - started
             self.train_seconds += seconds
             self.epoch_seconds += seconds
+            self.cpu_seconds += time.process_time() - cpu_started
             if not math.isfinite(loss):
                 return False
             self.step += 1
             self.loss_sum += loss * size
             self.samples += size
             self.progress.step(self.epoch, self.step, loss)
+            if self._due_inside(self.step) and not self.batches.exhausted:
+                if not self._measure(partial=True):
+                    return False
+                self.loss_sum, self.samples = 0.0, 0
             if time.monotonic() - self.saved_at >= self.config.checkpoint_seconds and not self.batches.exhausted:
                 self._checkpoint()
         return True
@@ -256,7 +270,8 @@ class _Trainer:
             self._checkpoint()
             return True
         last = self.epoch == self.epochs or self._budget_spent()
-        if (last or self.epoch % self.config.evaluate_every == 0) and not self._measure(partial=False):
+        due = last or self.epoch % self.config.evaluate_every == 0 or self._due_inside(self.step)
+        if due and not self._measure(partial=False):
             return False
         self.epoch += 1
         self.epoch_seconds, self.loss_sum, self.samples = 0.0, 0.0, 0
@@ -271,6 +286,16 @@ class _Trainer:
 
     # --- measuring
 
+    def _due_inside(self, step: int) -> bool:
+        """Whether a step is followed by an evaluation wherever in its epoch it lies."""
+        every = self.config.evaluate_steps
+        return bool(every and step % every == 0)
+
+    def _evaluated_samples(self, available: int) -> Tensor:
+        """The same test samples at every evaluation: all, or as many as the workload says, spread evenly."""
+        count = min(available, self.workload.evaluation_size or available)
+        return torch.arange(count) * available // count
+
     def _measure(self, *, partial: bool) -> bool:
         """Evaluate and write it down; False, and nothing written, if the loss is not finite."""
         started = time.perf_counter()
@@ -280,8 +305,10 @@ class _Trainer:
         line = {
             "kind": "epoch",
             "epoch": self.epoch,
+            "epochs_done": self.step / len(self.batches),
             "step": self.step,
             "train_seconds": self.train_seconds,
+            "cpu_seconds": self.cpu_seconds,
             "epoch_seconds": self.epoch_seconds,
             "eval_seconds": time.perf_counter() - started,
             "partial": partial,
@@ -318,7 +345,7 @@ class _Trainer:
         lines = [line]
         if hasattr(self.optimizer, "report"):
             layers = [dataclasses.asdict(layer) for layer in self.optimizer.report()]
-            where = {key: line[key] for key in ("epoch", "step", "train_seconds")}
+            where = {key: line[key] for key in ("epoch", "epochs_done", "step", "train_seconds")}
             lines.append({"kind": "layers", **where, "layers": layers})
         self.folder.append(lines)
         self.lines.append(line)

@@ -30,7 +30,8 @@ VALIDATION_SHARE = 0.2
 SEED = 1000  # reported runs have seeds 0, 1, 2...
 USUAL = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 # Where a sum over outputs makes the loss, and so the useful learning rates of plain gradients, of another size.
-GRIDS = {"fashion-autoencoder": (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3)}
+SMALLER = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
+GRIDS = {"fashion-autoencoder": SMALLER, "digits-autoencoder": SMALLER}
 
 
 @dataclass(frozen=True)

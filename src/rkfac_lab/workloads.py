@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -15,11 +16,13 @@ import rkfac
 from . import models
 from .data import Dataset, Sources
 from .data.augment import crop_and_flip
-from .data.cifar import cifar10
+from .data.cifar import cifar10, halved_cifar10
 from .data.digits import digits
 from .data.idx import fashion_mnist
 from .data.text import CONTEXT, text
-from .errors import unknown
+from .errors import LabError, unknown
+from .imports import named
+from .optimizers import grafted, is_kfac
 
 Prepare = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -42,7 +45,10 @@ class Target:
 
 @dataclass(frozen=True)
 class Workload:
-    """One problem, the same for every optimizer that is compared on it."""
+    """One problem, the same for every optimizer that is compared on it.
+
+    Anybody's own is found as `module:NAME`, wherever a workload's name is taken.
+    """
 
     name: str
     about: str
@@ -58,8 +64,19 @@ class Workload:
     channels_last: bool = False  # set where it was measured to be faster on a CPU
     threads: int | None = None  # None: torch's own choice; tiny layers are fastest with one
     defaults: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # optimizer -> constructor arguments
-    lr_decay: Mapping[int, float] = field(default_factory=dict)  # first epoch -> factor on any optimizer's lr
+    kfac_needs: Mapping[str, Any] = field(default_factory=dict)  # what K-FAC must be told for its mathematics to hold
+    lr_shape: str = "linear"  # of any optimizer's learning rate over the run, by its name in `shapes`
+    evaluate_steps: int | None = None  # also inside epochs, every so many steps
+    evaluation_size: int | None = None  # test samples that are measured; None: all, where that costs little
     measured_on: str = "test"  # what the names of all measurements begin with
+
+    def arguments(self, optimizer: str) -> dict[str, Any]:
+        """The constructor's arguments for an optimizer here; `rs-kfac+sgd` gets sgd's, and what K-FAC needs."""
+        own, other = grafted(optimizer)
+        needs = self.kfac_needs if is_kfac(own) else {}
+        if other is None:
+            return {**needs, **self.defaults.get(own, {})}
+        return {**needs, **self.defaults.get(other, {}), "graft": other}
 
 
 WORKLOADS: dict[str, Workload] = {}
@@ -72,10 +89,15 @@ def register(workload: Workload) -> Workload:
 
 
 def find(name: str) -> Workload:
-    """The workload called `name`."""
-    if name not in WORKLOADS:
+    """The workload called `name`, or the one that `module:NAME` leads to."""
+    if name in WORKLOADS:
+        return WORKLOADS[name]
+    if ":" not in name:
         raise unknown("workload", name, WORKLOADS)
-    return WORKLOADS[name]
+    found = named("workload", name, name)
+    if not isinstance(found, Workload):
+        raise LabError(f"{name} is a {type(found).__name__} and no rkfac_lab.workloads.Workload; name one that is.")
+    return found
 
 
 # --- losses, metrics and batch preparation ---------------------------------------------------------------------------
@@ -110,6 +132,10 @@ def _pixels_as_target(images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return pixels, pixels
 
 
+def _images_as_target(images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    return images, images
+
+
 CIFAR_MEAN = (0.4914, 0.4822, 0.4465)
 CIFAR_STD = (0.2023, 0.1994, 0.2010)
 
@@ -131,6 +157,8 @@ def _kfac_family(**arguments: Any) -> dict[str, dict[str, Any]]:
     """The same settings for the three K-FACs, so that they differ in their decomposition alone."""
     return {name: dict(arguments) for name in ("k-fac", "rs-kfac", "sre-kfac")}
 
+
+EVALUATED = 2000  # test samples, where all of them would cost more than about a twentieth of the training
 
 register(
     Workload(
@@ -156,12 +184,37 @@ register(
 
 register(
     Workload(
+        name="digits-autoencoder",
+        about="8x8 handwritten digits (embedded), deep autoencoder 64-256-128-64-12 and back",
+        model=lambda data: models.build("autoencoder", encoder=(64, 256, 128, 64, 12)),
+        data=digits,
+        batch_size=100,
+        epochs=40,
+        loss=pixel_likelihood,
+        prepare=_images_as_target,
+        metrics={"test_error": reconstruction_error},
+        targets=tuple(Target("test_error", value, "min") for value in (3.0, 2.0, 1.5)),
+        defaults={
+            **_kfac_family(**rkfac.classical_defaults("bernoulli")),
+            "sgd": {"lr": 0.01, "momentum": 0.9, "nesterov": True},
+            "adamw": {"lr": 3e-3},
+            "muon": {"lr": 1e-2},
+            "soap": {"lr": 3e-3},
+            "shampoo": {"lr": 0.1},
+        },
+    )
+)
+
+register(
+    Workload(
         name="fashion-autoencoder",
         about="Fashion-MNIST, deep autoencoder 784-1000-500-250-30 and back",
         model=lambda data: models.build("autoencoder"),
         data=fashion_mnist,
         batch_size=500,
-        epochs=20,
+        epochs=5,
+        evaluate_steps=30,
+        evaluation_size=EVALUATED,
         loss=pixel_likelihood,
         prepare=_pixels_as_target,
         metrics={"test_error": reconstruction_error},
@@ -184,7 +237,9 @@ register(
         model=lambda data: models.build("mlp", sizes=(784, 4096, 4096, data.classes)),
         data=fashion_mnist,
         batch_size=256,
-        epochs=10,
+        epochs=4,
+        evaluate_steps=47,
+        evaluation_size=EVALUATED,
         loss=F.cross_entropy,
         prepare=_unit_pixels,
         metrics={"test_accuracy": accuracy},
@@ -197,7 +252,6 @@ register(
             "soap": {"lr": 1e-3, "max_precondition_dim": 1024},
             "shampoo": {"lr": 0.1},
         },
-        lr_decay={7: 0.1},
     )
 )
 
@@ -224,7 +278,7 @@ register(
         targets=_accuracy_targets(0.90, 0.915, 0.92),
         augment=crop_and_flip,
         defaults=_CIFAR_DEFAULTS,
-        lr_decay={13: 0.3, 18: 0.1, 27: 0.03, 40: 0.01},
+        lr_shape="steps-of-50-epochs",
     )
 )
 
@@ -235,7 +289,9 @@ register(
         model=lambda data: models.build("vgg16bn", width=0.25, classes=data.classes),
         data=cifar10,
         batch_size=256,
-        epochs=20,
+        epochs=4,
+        evaluate_steps=49,
+        evaluation_size=EVALUATED,
         loss=F.cross_entropy,
         prepare=_normalised,
         metrics={"test_accuracy": accuracy},
@@ -243,7 +299,56 @@ register(
         augment=crop_and_flip,
         channels_last=True,
         defaults=_CIFAR_DEFAULTS,
-        lr_decay={11: 0.3, 15: 0.1, 18: 0.03},
+    )
+)
+
+_SMALL_CIFAR_DEFAULTS: dict[str, dict[str, Any]] = {
+    **_CIFAR_DEFAULTS,
+    "sgd": {"lr": 0.2, "momentum": 0.9, "weight_decay": 5e-4, "nesterov": True},
+    "adamw": {"lr": 3e-3, "weight_decay": 0.05},
+    "muon": {"lr": 1e-2, "weight_decay": 0.05},
+    "soap": {"lr": 3e-3, "weight_decay": 0.05},
+}
+
+register(
+    Workload(
+        name="cifar10-mini",
+        about="CIFAR-10 at 16x16, six convolutions with BatchNorm, 16 to 64 wide",
+        model=lambda data: models.build(
+            "convnet", widths=(16, 16, 32, 32, 64, 64), pool_after=(2, 4), classes=data.classes
+        ),
+        data=halved_cifar10,
+        batch_size=256,
+        epochs=4,
+        evaluate_steps=49,
+        evaluation_size=EVALUATED,
+        loss=F.cross_entropy,
+        prepare=_normalised,
+        metrics={"test_accuracy": accuracy},
+        targets=_accuracy_targets(0.55, 0.60, 0.65),
+        augment=partial(crop_and_flip, padding=2),
+        channels_last=True,
+        defaults=_SMALL_CIFAR_DEFAULTS,
+    )
+)
+
+register(
+    Workload(
+        name="cifar10-resnet-small",
+        about="CIFAR-10 at 16x16, ResNet-20: basic blocks 3-3-3 of widths 16, 32, 64",
+        model=lambda data: models.build("resnet", classes=data.classes),
+        data=halved_cifar10,
+        batch_size=256,
+        epochs=5,
+        evaluate_steps=49,
+        evaluation_size=EVALUATED,
+        loss=F.cross_entropy,
+        prepare=_normalised,
+        metrics={"test_accuracy": accuracy},
+        targets=_accuracy_targets(0.60, 0.65, 0.70),
+        augment=partial(crop_and_flip, padding=2),
+        channels_last=True,
+        defaults=_SMALL_CIFAR_DEFAULTS,
     )
 )
 
@@ -254,17 +359,19 @@ register(
         model=lambda data: models.build("transformer", vocabulary=data.classes, context=CONTEXT),
         data=text,
         batch_size=64,
-        epochs=10,
+        epochs=1,
+        evaluate_steps=40,
+        evaluation_size=500,
         loss=next_character_loss,
         targets=tuple(Target("test_loss", value, "min") for value in (2.2, 2.0, 1.8)),
+        kfac_needs={"loss_average": "tokens"},
         defaults={
-            **_kfac_family(lr=0.1, damping=0.1, factor_every=5, inverse_every=20, loss_average="tokens"),
+            **_kfac_family(lr=0.1, damping=0.1, factor_every=5, inverse_every=20),
             "sgd": {"lr": 0.1, "momentum": 0.9},
             "adamw": {"lr": 3e-3},
             "muon": {"lr": 3e-3},
             "soap": {"lr": 3e-3},
             "shampoo": {"lr": 0.1},
         },
-        lr_decay={8: 0.1},
     )
 )

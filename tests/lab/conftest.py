@@ -29,6 +29,7 @@ def tiny(monkeypatch):
         loss=F.cross_entropy,
         metrics={"test_accuracy": workloads.accuracy},
         targets=(workloads.Target("test_accuracy", 0.3, "max"),),
+        lr_shape="constant",  # so that runs can grow
         defaults={
             "sgd": {"lr": 0.1, "momentum": 0.9},
             "adamw": {"lr": 0.01},

@@ -31,6 +31,7 @@ def make_run(
                 "epoch": number,
                 "step": 6 * number,
                 "train_seconds": sum(seconds[:number]),
+                "cpu_seconds": 1.5 * sum(seconds[:number]),
                 "epoch_seconds": seconds[number - 1],
                 "eval_seconds": 0.01,
                 "train_loss": 2.0 * 0.5**number,
@@ -50,6 +51,8 @@ def make_run(
                 "mode": mode,
                 "reached": hit is not None,
                 "seconds": hit and hit["train_seconds"],
+                "cpu_seconds": hit and hit["cpu_seconds"],
+                "step": hit and hit["step"],
                 "epoch": hit and hit["epoch"],
             }
         )

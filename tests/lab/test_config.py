@@ -86,13 +86,14 @@ def test_resolve_fills_in_the_workload_and_twice_is_once():
     assert resolved.epochs == workload.epochs
     assert resolved.batch_size == workload.batch_size
     assert resolved.optimizer.arguments == {**workload.defaults["sgd"], "lr": 0.5}
-    assert resolved.schedule["lr"] == {1: 0.5, **{e: 0.5 * f for e, f in workload.lr_decay.items()}}
+    assert (resolved.lr_shape, resolved.evaluate_steps) == ("linear", 49)
     assert config.resolve(resolved) == resolved
 
 
 def test_own_schedule_replaces_the_workloads():
     loaded = config.load("cifar10-vgg-small", ["optimizer.name=sgd", "schedule.lr.1=0.25"])
-    assert config.resolve(loaded).schedule == {"lr": {1: 0.25}}
+    resolved = config.resolve(loaded)
+    assert (resolved.schedule, resolved.lr_shape) == ({"lr": {1: 0.25}}, "constant")
 
 
 # --- the paper's Section 5, as its indicator formulas
@@ -149,6 +150,7 @@ def test_paper_preset_starts_from_rkfacs_own_defaults(monkeypatch):
     assert resolved.optimizer.arguments["damping_rule"] == "factored"
     assert resolved.optimizer.arguments["lr"] == 0.3
     assert resolved.schedule == config.load("paper-rs-kfac").schedule
+    assert resolved.lr_shape == "constant"
 
 
 @pytest.mark.parametrize("name", ["k-fac", "rs-kfac", "sre-kfac"])

@@ -15,7 +15,7 @@ from rkfac_lab.cli import main
 from rkfac_lab.errors import CrashError, LabError
 from rkfac_lab.record import load_run
 
-TIMES = ("train_seconds", "epoch_seconds", "eval_seconds")
+TIMES = ("train_seconds", "cpu_seconds", "epoch_seconds", "eval_seconds")
 
 
 def chosen(workload, *settings, optimizer="sgd"):

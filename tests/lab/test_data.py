@@ -329,3 +329,21 @@ def test_batches_resume_in_the_middle_of_an_epoch():
     one.shuffle()
     other.shuffle()
     assert torch.equal(one.permutation, other.permutation)
+
+
+def test_halved_images_are_rounded_means_of_four():
+    image = torch.tensor([[0, 1, 255, 255], [1, 1, 255, 254], [9, 0, 0, 0], [0, 0, 0, 2]], dtype=torch.uint8)
+    halves = cifar.halved(image.expand(2, 3, 4, 4))
+    assert (halves.dtype, halves.shape) == (torch.uint8, (2, 3, 2, 2))
+    assert halves[1, 2].tolist() == [[1, 255], [2, 1]]  # 0.75, 254.75, 2.25, 0.5
+
+
+def test_python_source_goes_on_in_packages_where_modules_end(tmp_path, monkeypatch):
+    files = {"b.py": "B", "a.py": "A", "pack/__init__.py": "P", "pack/inner/z.py": "Z", "early/__init__.py": "E"}
+    files |= {"site-packages/other/__init__.py": "not Python's own"}
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    monkeypatch.setattr(text.sysconfig, "get_path", lambda name: str(tmp_path))
+    assert text.python_source() == "ABEPZ"
+    assert text.python_source(3) == "ABE"

@@ -101,3 +101,32 @@ def test_every_matrix_of_the_transformer_is_a_layer_that_hooks_can_see():
 def test_unknown_model_names_the_nearest():
     with pytest.raises(LabError, match="did you mean 'vgg16bn'"):
         models.build("vgg16_bn")
+
+
+def test_convnet_pools_where_it_is_told_and_averages_what_is_left():
+    model = models.build("convnet", widths=(16, 16, 32, 32, 64, 64), pool_after=(2, 4), classes=10)
+    unit = [nn.Conv2d, nn.BatchNorm2d, nn.ReLU]
+    pooled = [*unit, *unit, nn.MaxPool2d]
+    assert kinds(model) == [*pooled, *pooled, *unit, *unit, nn.AdaptiveAvgPool2d, nn.Flatten, nn.Linear]
+    weights = 9 * (3 * 16 + 16 * 16 + 16 * 32 + 32 * 32 + 32 * 64 + 64 * 64)
+    assert parameters(model) == weights + 2 * 224 + 650
+    assert model[:-3](torch.zeros(2, 3, 16, 16)).shape == (2, 64, 4, 4)
+
+
+def test_resnet_has_twenty_layers_and_shortcuts_only_where_shapes_change():
+    model = models.build("resnet")
+    convolutions = [m for m in model.modules() if isinstance(m, nn.Conv2d)]
+    assert [c.kernel_size for c in convolutions].count((3, 3)) == 19
+    assert [(c.in_channels, c.out_channels, c.stride) for c in convolutions if c.kernel_size == (1, 1)] == [
+        (16, 32, (2, 2)),
+        (32, 64, (2, 2)),
+    ]
+    assert all(c.bias is None for c in convolutions)
+    assert model[:-3](torch.zeros(2, 3, 16, 16)).shape == (2, 64, 4, 4)
+
+
+def test_a_block_adds_its_input():
+    block = models.resnet.BasicBlock(4, 4, stride=1)
+    nn.init.zeros_(block.second[1].weight)  # nothing comes through the convolutions
+    x = torch.rand(2, 4, 5, 5)
+    assert torch.equal(block(x), x)

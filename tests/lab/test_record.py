@@ -63,10 +63,10 @@ def test_not_a_run_folder(tmp_path):
         load_run(tmp_path)
 
 
-def test_forget_after_drops_later_steps(tmp_path):
+def test_keep_drops_all_other_steps(tmp_path):
     folder = RunFolder(tmp_path)
     folder.append([line(e, 0.5) for e in (1, 2, 3)])
-    folder.forget_after(20)
+    folder.keep({10, 20})
     assert [e["epoch"] for e in folder.lines()] == [1, 2]
 
 

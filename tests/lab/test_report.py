@@ -104,7 +104,7 @@ def test_a_killed_run_is_shown_as_far_as_it_came_and_said(tmp_path: Path) -> Non
     assert run["epochs"]["test_accuracy"] == [0.5, 0.7]
     assert (run["label"], run["seed"], run["status"]) == ("sgd", 4, "running")
     assert run["remarks"] == [
-        "unfinished after 2 recorded epochs.",
+        "unfinished after 2 evaluations.",
         "the last line of metrics.jsonl was cut off while it was written and is left out.",
     ]
 

@@ -189,8 +189,16 @@ def test_the_table_shows_the_numbers_and_sorts(show: Show) -> None:
     assert page.column(2) == ["4.00 ± 0.00", "3.00 ± 0.00", "1.00 ± 0.00"]
     assert page.column(3) == ["6.00 ± 0.00", "–", "1.50 ± 0.00"]
     assert page.column(5) == ["2 of 2", "0 of 2", "2 of 2"]
-    assert page.column(7) == ["97.50 ± 0.71", "85.00 ± 0.00", "96.50 ± 0.71"]
-    kfac_best, adamw_best = ["3.0 ± 0.0", "97.50 ± 0.71"], ["1.00 ± 0.00", "1.50 ± 0.00", "0.500 ± 0.000", "3.0 ± 0.0"]
+    assert page.column(6) == ["18 ± 0", "–", "18 ± 0"]
+    assert page.column(7) == ["9.00 ± 0.00", "–", "2.25 ± 0.00"]
+    assert page.column(8) == ["97.50 ± 0.71", "85.00 ± 0.00", "96.50 ± 0.71"]
+    kfac_best, adamw_best = (
+        ["18 ± 0", "97.50 ± 0.71"],
+        [
+            *("1.00 ± 0.00", "1.50 ± 0.00", "0.500 ± 0.000"),
+            *("18 ± 0", "2.25 ± 0.00"),
+        ],
+    )
     assert page.texts("#table td.best") == kfac_best + adamw_best
     heading = "#table thead tr:last-child th:nth-child(3) button"
     page.click(heading)
@@ -277,7 +285,7 @@ def test_run_details_open(show: Show) -> None:
 
 def test_a_run_that_diverged_at_once_is_said_and_breaks_nothing(show: Show) -> None:
     page = show([make_run("sgd"), make_run("wild", accuracies=(), status="diverged")])
-    assert page.texts("#warnings li") == ["wild-1: diverged after 0 recorded epochs."]
+    assert page.texts("#warnings li") == ["wild-1: diverged after 0 evaluations."]
     assert page.column(1) == ["sgd", "wild"]
     assert page.all("#curves path.curve")[0].get_attribute("data-name") == "sgd"
 

@@ -19,7 +19,10 @@ from rkfac_lab.errors import LabError
 from rkfac_lab.progress import Silent
 from rkfac_lab.record import load_run
 
-TIMES = ("train_seconds", "epoch_seconds", "eval_seconds")
+TIMES = ("train_seconds", "cpu_seconds", "epoch_seconds", "eval_seconds")
+
+
+GROWS = "lr_shape=constant"  # a rate that does not depend on where the run will end
 
 
 def configuration(*settings, optimizer="adamw", epochs=3):
@@ -64,6 +67,16 @@ class Reporting(torch.optim.SGD):
         type(self).closed += 1
 
 
+def summary_of_crossing(run):
+    return [[goal[key] for key in ("seconds", "cpu_seconds", "step", "epoch")] for goal in run.summary["targets"]]
+
+
+def summary_by_hand(run):
+    hits = [[ln for ln in run.epochs if ln["test_accuracy"] >= value] for value in (0.95, 0.97, 0.98)]
+    keys = ("train_seconds", "cpu_seconds", "step", "epoch")
+    return [[hit[0][key] for key in keys] if hit else [None] * 4 for hit in hits]
+
+
 def test_a_run_leaves_a_complete_folder(tmp_path):
     run = train.run(configuration(), tmp_path / "r")
     assert [line["epoch"] for line in run.epochs] == [1, 2, 3]
@@ -71,7 +84,11 @@ def test_a_run_leaves_a_complete_folder(tmp_path):
     seconds = [line["train_seconds"] for line in run.epochs]
     assert seconds == sorted(seconds)
     assert sum(line["epoch_seconds"] for line in run.epochs) == pytest.approx(seconds[-1])
-    assert run.epochs[0]["lr"] == workloads.find("digits-mlp").defaults["adamw"]["lr"]
+    assert [line["lr"] for line in run.epochs] == pytest.approx([3e-3 * left / 32 for left in (23, 12, 1)])
+    cpu = [line["cpu_seconds"] for line in run.epochs]
+    assert cpu == sorted(cpu)
+    assert cpu[0] > 0
+    assert summary_of_crossing(run) == summary_by_hand(run)
     assert run.config["batch_size"] == 128
     summary = run.summary
     assert (summary["status"], summary["epochs"], summary["steps"]) == ("finished", 3, 33)
@@ -82,7 +99,7 @@ def test_a_run_leaves_a_complete_folder(tmp_path):
 
 def test_the_loop_computes_what_a_plain_loop_computes(tmp_path):
     """The same numbers from torch alone, sharing nothing with the loop but model, data and order of samples."""
-    chosen = config.resolve(configuration("seed=4", "batch_size=200", optimizer="sgd"))
+    chosen = config.resolve(configuration("seed=4", "batch_size=200", "lr_shape=constant", optimizer="sgd"))
     run = train.run(chosen, tmp_path / "r")
     workload = workloads.find("digits-mlp")
     data = workload.data(workloads.Sources())
@@ -177,19 +194,29 @@ def test_killed_without_warning_then_resumed_from_the_command_line(tmp_path):
 
 def test_lines_newer_than_the_checkpoint_are_done_again(tmp_path):
     """Killed between writing the metrics of an epoch and its checkpoint."""
-    train.run(configuration(), tmp_path / "r")
+    train.run(configuration(GROWS), tmp_path / "r")
     older = (tmp_path / "r" / record.CHECKPOINT).read_bytes()
-    whole = train.run(configuration(epochs=5), tmp_path / "r", resume=True)
+    whole = train.run(configuration(GROWS, epochs=5), tmp_path / "r", resume=True)
     (tmp_path / "r" / record.CHECKPOINT).write_bytes(older)
     summary = json.loads((tmp_path / "r" / record.SUMMARY).read_text())
     (tmp_path / "r" / record.SUMMARY).write_text(json.dumps({**summary, "status": "running"}))
-    assert numbers(train.run(configuration(epochs=5), tmp_path / "r", resume=True)) == numbers(whole)
+    assert numbers(train.run(configuration(GROWS, epochs=5), tmp_path / "r", resume=True)) == numbers(whole)
 
 
 def test_more_epochs_continue_as_if_never_stopped(tmp_path):
-    whole = train.run(configuration(epochs=4), tmp_path / "whole")
-    train.run(configuration(epochs=2), tmp_path / "grown")
-    assert numbers(train.run(configuration(epochs=4), tmp_path / "grown", resume=True)) == numbers(whole)
+    whole = train.run(configuration(GROWS, epochs=4), tmp_path / "whole")
+    train.run(configuration(GROWS, epochs=2), tmp_path / "grown")
+    assert numbers(train.run(configuration(GROWS, epochs=4), tmp_path / "grown", resume=True)) == numbers(whole)
+
+
+def test_a_run_whose_learning_rate_ends_with_it_cannot_grow(tmp_path):
+    train.run(configuration(epochs=2), tmp_path / "r")
+    with pytest.raises(LabError, match=r"other epochs: .* 'linear', which ends with the run; .*lr_shape=constant"):
+        train.run(configuration(epochs=4), tmp_path / "r", resume=True)
+    train.run(configuration("time_budget=1e-9"), tmp_path / "short")
+    whole = train.run(configuration(), tmp_path / "whole")
+    grown = train.run(configuration("time_budget=1e9"), tmp_path / "short", resume=True)
+    assert numbers(grown) == numbers(whole)
 
 
 def test_a_finished_run_is_not_done_again(tmp_path):
@@ -208,11 +235,11 @@ def test_another_configuration_is_refused_by_key(tmp_path):
 
 
 def test_max_steps_ends_inside_an_epoch_and_can_grow(tmp_path):
-    run = train.run(configuration("max_steps=15"), tmp_path / "r")
+    run = train.run(configuration(GROWS, "max_steps=15"), tmp_path / "r")
     assert [(line["step"], line["partial"]) for line in run.epochs] == [(11, False), (15, True)]
     assert (run.summary["steps"], run.summary["epochs"], run.summary["status"]) == (15, 1, "finished")
-    whole = train.run(configuration(), tmp_path / "whole")
-    assert numbers(train.run(configuration("max_steps=1000"), tmp_path / "r", resume=True)) == numbers(whole)
+    whole = train.run(configuration(GROWS), tmp_path / "whole")
+    assert numbers(train.run(configuration(GROWS, "max_steps=1000"), tmp_path / "r", resume=True)) == numbers(whole)
 
 
 def test_time_budget_counts_training_only(tmp_path, monkeypatch):

@@ -21,7 +21,7 @@ from rkfac_lab.record import load_run
 from .handmade import make_run
 from .test_report import write_folder
 
-TIMES = ("train_seconds", "epoch_seconds", "eval_seconds")
+TIMES = ("train_seconds", "cpu_seconds", "epoch_seconds", "eval_seconds")
 
 
 def chosen(workload, *settings):

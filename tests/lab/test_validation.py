@@ -12,7 +12,9 @@ from rich.console import Console
 
 from rkfac_lab import compare, config, record, train, tuning, validation, workloads
 from rkfac_lab.comparison import Comparison
-from rkfac_lab.workloads import Dataset, find
+from rkfac_lab.workloads import Dataset, Sources, find
+
+from .test_workloads import small_data
 
 
 def numbered(count=50):
@@ -27,6 +29,42 @@ def test_the_two_parts_are_all_of_the_training_data_and_nothing_of_the_test_set(
     assert torch.equal(parts.test_x[:, 0], parts.test_y.float())  # samples kept their labels
     assert parts.test_y.tolist() != list(range(10))  # drawn, since data may come sorted
     assert validation.split(numbered(), 0.2).test_y.tolist() == parts.test_y.tolist()
+
+
+def test_of_a_sequence_the_end_is_kept_apart():
+    parts = validation.split(dataclasses.replace(numbered(), ordered=True), 0.2)
+    assert sorted(parts.test_y.tolist()) == list(range(40, 50))
+    assert sorted(parts.train_y.tolist()) == list(range(40))
+    assert parts.ordered
+
+
+@pytest.mark.parametrize("name", [name for name in workloads.WORKLOADS if name != "cifar10-vgg16bn"])
+def test_every_workload_trains_and_is_measured_on_its_own_training_data(tmp_path, monkeypatch, name):
+    """Twelve samples of its stored form; the test set is such that looking at it would fail."""
+    real, small = find(name), small_data(name)
+    x, y = (
+        small.train_x.repeat(3, *[1] * (small.train_x.dim() - 1)),
+        small.train_y.repeat(3, *[1] * (small.train_y.dim() - 1)),
+    )
+    data = dataclasses.replace(small, train_x=x, train_y=y, test_x=x[:0], test_y=y[:0])
+    monkeypatch.setitem(workloads.WORKLOADS, name, dataclasses.replace(real, data=lambda sources: data))
+    settings = ["optimizer.name=sgd", "validation_share=0.25", "max_steps=2", "batch_size=5", "evaluate_steps=1"]
+    run = train.run(config.load(name, settings), tmp_path / "r")
+    assert [line["step"] for line in run.epochs] == [1, 2]
+    goals = {target["metric"] for target in run.summary["targets"]}
+    assert goals
+    assert all(goal.startswith("validation_") and run.epochs[-1][goal] is not None for goal in goals)
+
+
+def test_the_text_keeps_its_end_apart(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("".join(chr(97 + (i * i + i // 7) % 26) for i in range(6400)))
+    whole = find("text-transformer").data(Sources(text_file=str(path)))
+    parts = validation.split(whole, 0.25)
+    cut = len(parts.train_x)
+    assert torch.equal(parts.train_x.flip(0), whole.train_x[:cut])
+    assert torch.equal(parts.test_x.flip(0), whole.train_x[cut:])
+    assert torch.equal(parts.test_y.flip(0), whole.train_y[cut:])
 
 
 def test_nothing_held_out_is_the_workload_itself(tiny):

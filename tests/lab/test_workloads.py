@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from rkfac_lab import workloads
+from rkfac_lab import config, optimizers, workloads
 from rkfac_lab.data import Dataset, Sources
 from rkfac_lab.errors import LabError
 from rkfac_lab.optimizers import CLASSES
@@ -16,10 +16,13 @@ from rkfac_lab.workloads import WORKLOADS, Target, find
 
 NAMES = [
     "digits-mlp",
+    "digits-autoencoder",
     "fashion-autoencoder",
     "fashion-widemlp",
     "cifar10-vgg16bn",
     "cifar10-vgg-small",
+    "cifar10-mini",
+    "cifar10-resnet-small",
     "text-transformer",
 ]
 
@@ -27,7 +30,9 @@ NAMES = [
 def small_data(name):
     """A batch of four of the workload's stored form."""
     labels = torch.tensor([1, 0, 3, 2])
-    if name.startswith("digits"):
+    if name in ("cifar10-mini", "cifar10-resnet-small"):
+        x = torch.randint(256, (4, 3, 16, 16), dtype=torch.uint8)
+    elif name.startswith("digits"):
         x = torch.rand(4, 64)
     elif name.startswith("fashion"):
         x = torch.randint(256, (4, 28, 28), dtype=torch.uint8)
@@ -39,7 +44,7 @@ def small_data(name):
     return Dataset(x, labels, x, labels, classes=10)
 
 
-def test_all_six_exist():
+def test_all_of_them_exist():
     assert list(WORKLOADS) == NAMES
 
 
@@ -112,6 +117,61 @@ def test_data_functions_take_sources():
     for workload in WORKLOADS.values():
         assert list(inspect.signature(workload.data).parameters) == ["sources"]
     assert len(find("digits-mlp").data(Sources()).train_x) == 1400
+
+
+@pytest.mark.parametrize("name, graft", [("rs-kfac+sgd", "sgd"), ("k-fac+adamw", "adamw"), ("sre-kfac+sgd", "sgd")])
+def test_k_fac_in_anothers_place_has_the_others_settings_and_nothing_else(name, graft):
+    own = WORKLOADS["cifar10-mini"].defaults[graft]
+    resolved = config.resolve(config.load("cifar10-mini", [f"optimizer.name={name}"]))
+    assert resolved.optimizer.arguments == {**own, "graft": graft}
+    assert optimizers.keywords(name) == optimizers.keywords(name.partition("+")[0])
+
+
+def test_what_k_fac_needs_is_told_to_every_k_fac_and_to_nobody_else():
+    text = find("text-transformer")
+    assert text.arguments("sre-kfac+adamw") == {**text.defaults["adamw"], "graft": "adamw", "loss_average": "tokens"}
+    assert text.arguments("k-fac")["loss_average"] == "tokens"
+    assert text.arguments("adamw") == text.defaults["adamw"]
+    assert text.arguments("torch.optim:SGD") == {}
+    resolved = config.resolve(config.load("text-transformer", ["optimizer.name=k-fac", "optimizer.preset=paper"]))
+    assert resolved.optimizer.arguments["loss_average"] == "tokens"
+
+
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("sgd+adamw", r"no K-FAC to put in the place of adamw: 'sgd'"),
+        ("rs-kfca+sgd", r"did you mean 'rs-kfac'"),
+        ("rs-kfac+muon", r"no optimizer for rs-kfac to take the place of: 'muon'; choose from: adamw, sgd"),
+        ("rs-kfac+adam", r"did you mean 'adamw'"),
+    ],
+)
+def test_what_has_no_place_to_take_is_refused(name, said):
+    with pytest.raises(LabError, match=said):
+        config.resolve(config.load("digits-mlp", [f"optimizer.name={name}"]))
+
+
+def test_a_preset_and_anothers_settings_exclude_each_other():
+    with pytest.raises(LabError, match=r"rs-kfac\+sgd takes another's settings and no preset"):
+        config.resolve(config.load("digits-mlp", ["optimizer.name=rs-kfac+sgd", "optimizer.preset=paper"]))
+
+
+def test_budgets_and_evaluations():
+    steps = {name: (find(name).epochs, find(name).evaluate_steps) for name in NAMES}
+    assert steps == {
+        "digits-mlp": (15, None),
+        "digits-autoencoder": (40, None),
+        "fashion-autoencoder": (5, 30),
+        "fashion-widemlp": (4, 47),
+        "cifar10-vgg16bn": (50, None),
+        "cifar10-vgg-small": (4, 49),
+        "cifar10-mini": (4, 49),
+        "cifar10-resnet-small": (5, 49),
+        "text-transformer": (1, 40),
+    }
+    shapes = {workload.lr_shape for name, workload in WORKLOADS.items() if name != "cifar10-vgg16bn"}
+    assert shapes == {"linear"}
+    assert find("cifar10-vgg16bn").lr_shape == "steps-of-50-epochs"
 
 
 def test_unknown_workload_names_the_nearest():

@@ -89,7 +89,8 @@ function drawAxes(frame, spec) {
       shape("text", { x: box.left - 8, y: y(tick) + 4, "text-anchor": "end" }, spec.tickY(tick)));
   }
   let xTicks = SPACINGS[spec.xSpacing].ticks(ranges.x[0], ranges.x[1], Math.max(2, box.width / 90));
-  if (spec.wholeX) xTicks = xTicks.filter(Number.isInteger);
+  const whole = xTicks.filter(Number.isInteger);
+  if (spec.wholeX && whole.length > 1) xTicks = whole;
   for (const tick of xTicks) {
     group.append(shape("line", { class: "axis", x1: x(tick), x2: x(tick), y1: box.bottom, y2: box.bottom + 5 }),
       shape("text", { x: x(tick), y: box.bottom + 20, "text-anchor": "middle" }, formatNumber(tick)));

@@ -55,7 +55,7 @@ function layerChart(layer, times, chart) {
     element("span", { class: "key" }, element("span", { class: `swatch s${curve.slot}` }), curve.name)));
   if (curves.length > 1) drawing.before(legend);
   return [host, () => lineChart(drawing, { series: curves, ySpacing: chart.spacing || "linear", limits: chart.limits, height: 220, xLabel: "Epoch", wholeX: true,
-    title: chart.title, tickY: chart.tick || chart.format, formatY: chart.format, formatX: (value) => `Epoch ${value}`, empty: "Not recorded for this layer." })];
+    title: chart.title, tickY: chart.tick || chart.format, formatY: chart.format, formatX: (value) => `Epoch ${formatNumber(value)}`, empty: "Not recorded for this layer." })];
 }
 
 function drawLayers() {
@@ -117,7 +117,7 @@ function drawRuns() {
   const { runs, optimizers } = group();
   byId("runs").replaceChildren(...runs.map((run) => {
     const count = run.epochs.epoch.at(-1) ?? 0;
-    const facts = `${plural(count, "epoch")} · ${formatSeconds(run.epochs.train_seconds.at(-1))} of training`;
+    const facts = `${plural(Number(formatNumber(count)), "epoch")} · ${formatSeconds(run.epochs.train_seconds.at(-1))} of training`;
     return element("details", { class: "run" },
       element("summary", {}, swatch(optimizers.find((entry) => entry.label === run.label)), element("span", { class: "grow" }, `${run.label}, seed ${run.seed}`),
         element("span", { class: "note" }, facts), element("span", { class: run.status === "finished" ? "status" : "status other" }, run.status)),

@@ -120,8 +120,10 @@ function columns(table) {
     ...(last < 0 ? [] : [
       { name: `Runs that hit ${value(targets[last])}`, sort: (row) => row.targets[last].hits / row.targets[last].runs,
         text: (row) => `${row.targets[last].hits} of ${row.targets[last].runs}` },
-      { name: `Epochs to ${value(targets[last])}`, best: "low", eligible: always(last), sort: (row) => row.targets[last].epochs?.mean,
-        text: (row) => spreadText(row.targets[last].epochs, () => 1) }]),
+      { name: `Steps to ${value(targets[last])}`, best: "low", eligible: always(last), sort: (row) => row.targets[last].steps?.mean,
+        text: (row) => spreadText(row.targets[last].steps, () => 0) },
+      { name: `CPU seconds to ${value(targets[last])}`, best: "low", eligible: always(last), sort: (row) => row.targets[last].cpu_seconds?.mean,
+        text: (row) => spreadText(row.targets[last].cpu_seconds, timeDecimals) }]),
     { name: `Best ${metric}${isAccuracy(table.metric) ? ", %" : ""}`, best: table.mode === "max" ? "high" : "low", sort: (row) => row.best?.mean,
       text: (row) => (isAccuracy(table.metric) ? spreadText(row.best, () => 2, 100) : spreadText(row.best, timeDecimals)) },
     ...(rows.some((row) => row.notes) ? [{ name: "Notes", sort: (row) => row.notes, text: (row) => row.notes }] : []),
@@ -201,14 +203,14 @@ function bandPoints(band, metric, axis) {
   return (band?.epoch ?? []).map((epoch, index) => {
     const [low, high, seconds] = [band.low[index], band.high[index], band.seconds[index]];
     const range = high > low ? `${metricValue(metric, low)} to ${metricValue(metric, high)} · ` : "";
-    return { x: axis === "epoch" ? epoch : seconds, y: band.middle[index], low, high, note: `${range}epoch ${epoch} · ${formatSeconds(seconds)}` };
+    return { x: axis === "epoch" ? epoch : seconds, y: band.middle[index], low, high, note: `${range}epoch ${formatNumber(epoch)} · ${formatSeconds(seconds)}` };
   });
 }
 
 function runPoints(run, metric, axis) {
   return run.epochs.epoch.map((epoch, index) => {
     const seconds = run.epochs.train_seconds[index];
-    return { x: axis === "epoch" ? epoch : seconds, y: run.epochs[metric]?.[index], low: null, high: null, note: `epoch ${epoch} · ${formatSeconds(seconds)}` };
+    return { x: axis === "epoch" ? epoch : seconds, y: run.epochs[metric]?.[index], low: null, high: null, note: `epoch ${formatNumber(epoch)} · ${formatSeconds(seconds)}` };
   });
 }
 
@@ -261,11 +263,11 @@ function drawCurves() {
     fromZero: state.axis === "seconds", xLabel: (state.axis === "epoch" ? "Epoch" : "Training seconds") + SCALE_REMARK[xSpacing],
     yLabel: metricLabel(state.metric) + SCALE_REMARK[ySpacing],
     tickY: (value) => metricValue(state.metric, value, "short"), formatY: (value) => metricValue(state.metric, value),
-    formatX: (value) => (state.axis === "epoch" ? `Epoch ${value}` : `${formatSeconds(value)} of training`),
+    formatX: (value) => (state.axis === "epoch" ? `Epoch ${formatNumber(value)}` : `${formatSeconds(value)} of training`),
     onZoom: (view) => { state.view = view; drawCurves(); } });
   const how = "Point to read values, drag to zoom, click a name above to hide it.";
   byId("curves-note").replaceChildren(state.seeds === "band"
-    ? `Line: median over seeds at each epoch; band: smallest to largest; dotted: the targets. Against seconds, an epoch stands at its median training time. ${how}`
+    ? `Line: median over seeds at each evaluation; band: smallest to largest; dotted: the targets. Against seconds, an evaluation stands at its median training time. ${how}`
     : `One line a run. ${how}`);
 }
 

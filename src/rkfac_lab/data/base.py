@@ -20,6 +20,7 @@ class Dataset:
     test_x: Tensor
     test_y: Tensor
     classes: int  # number of labels, or size of the vocabulary
+    ordered: bool = False  # the samples are pieces of one sequence: what is kept apart is its end
 
 
 @dataclass(frozen=True)
