@@ -40,7 +40,7 @@ PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 DASHES: tuple[Any, ...] = ("-", (0, (6, 2)), (0, (2, 1.2)), (0, (6, 2, 1.5, 2)))
 MARKERS = "osD^vP*X"
 INK = "#333333"
-HOLLOW: dict[str, Any] = {"linestyle": "", "fillstyle": "none"}
+HOLLOW: dict[str, Any] = {"linestyle": "", "fillstyle": "none", "markersize": 9}
 RING: dict[str, Any] = {"marker": "o", "markersize": 15}
 CROSS: dict[str, Any] = {"linestyle": "", "marker": "x", "markeredgewidth": 2}
 SIDES = {"input": "input factor A", "output": "output factor Γ"}
@@ -174,7 +174,7 @@ def tuning(tuned: Tuned) -> Figure:
     The chosen trials have a ring, other weight decays stand beside the curve. What diverged or failed, or is so bad
     that it would flatten everything else, lies at the border.
     """
-    figure = _figure(9, 5.6)
+    figure = _figure(11, 5.4)
     axes = figure.subplots()
     contenders = tuned.contenders()
     shown = [trial for trial in tuned.trials if trial.value is not None and not _off_scale(tuned, trial.value)]
@@ -214,16 +214,16 @@ def _off_scale(tuned: Tuned, value: float) -> bool:
 
 def _tuning_legend(figure: Figure, contenders: Sequence[str]) -> None:
     looks: list[tuple[str, dict[str, Any]]] = [
-        (name, {"color": colour(n), "marker": MARKERS[n % len(MARKERS)], "linestyle": DASHES[n % len(DASHES)]})
+        (plotted(name), {"color": colour(n), "marker": MARKERS[n % len(MARKERS)], "linestyle": DASHES[n % len(DASHES)]})
         for n, name in enumerate(contenders)
     ]
     looks += [
         ("chosen", {"color": INK, **HOLLOW, **RING}),
-        ("another weight decay", {"color": INK, "marker": "s", **HOLLOW}),
-        ("diverged, failed or off the scale", {"color": INK, **CROSS}),
+        ("another\nweight decay", {"color": INK, "marker": "s", **HOLLOW}),
+        ("diverged, failed\nor off the scale", {"color": INK, **CROSS}),
     ]
-    handles = [Line2D([], [], label=plotted(name), **look) for name, look in looks]
-    figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False)
+    handles = [Line2D([], [], label=name, **look) for name, look in looks]
+    figure.legend(handles=handles, loc="outside right upper", frameon=False, labelspacing=0.9)
 
 
 def save(figure: Figure, stem: Path) -> tuple[Path, Path]:

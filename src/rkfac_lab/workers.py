@@ -1,4 +1,4 @@
-"""Runs side by side, each in a process of its own: what one does to memory, threads or random numbers reaches no other.
+"""Runs side by side in processes of their own: what one does to memory, threads or random numbers reaches no other.
 
 Ctrl-C is the starter's affair: workers do not hear it and are stopped by a signal of their own, once, so that each
 writes down how far it came. A worker whose starter is gone stops by itself.
@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -39,43 +40,57 @@ class Listener(Protocol):
 def side_by_side(runs: Sequence[tuple[RunConfig, Path]], workers: int, listener: Listener) -> None:
     """Do the runs, at most `workers` at a time, begun in their order; Ctrl-C stops all of them."""
     waiting = list(enumerate(runs))
-    working: dict[Connection, _Worker] = {}
+    idle: list[_Worker] = []
+    busy: dict[Connection, _Task] = {}
     try:
-        while waiting or working:
-            while waiting and len(working) < workers:
-                number, (config, folder) = waiting.pop(0)
+        while waiting or busy:
+            while waiting and len(busy) < workers:
+                number, run = waiting.pop(0)
                 try:
                     reporter = listener.begun(number)
                 except Exception as error:  # a damaged folder is its own run's trouble
                     listener.failed(number, one_line(error))
                     continue
-                worker = _start(number, config, folder, reporter)
-                working[worker.pipe] = worker
-            for pipe in wait(list(working)):
+                worker = idle.pop() if idle else _start()
+                busy[worker.pipe] = _Task(number, worker, reporter)
+                with contextlib.suppress(OSError):  # it died meanwhile, and the end of its pipe says so below
+                    worker.pipe.send(run)
+            for pipe in wait(list(busy)):
                 assert isinstance(pipe, Connection)
-                if not _heard(working[pipe], listener):
-                    working.pop(pipe).process.join()
+                state = _heard(busy[pipe], listener)
+                if state is not _State.BUSY:
+                    worker = busy.pop(pipe).worker
+                    idle += [worker] if state is _State.IDLE else []
     finally:
-        _stop(list(working.values()))
+        _stop([*idle, *(task.worker for task in busy.values())])
 
 
 @dataclass(frozen=True)
 class _Worker:
-    number: int
     process: SpawnProcess
     pipe: Connection
+
+
+@dataclass(frozen=True)
+class _Task:
+    number: int
+    worker: _Worker
     reporter: ProgressReporter
 
 
-def _start(number: int, config: RunConfig, folder: Path, reporter: ProgressReporter) -> _Worker:
+class _State(Enum):
+    BUSY, IDLE, DEAD = range(3)
+
+
+def _start() -> _Worker:
     # A fresh interpreter: a copy of this one would share locks and threads that nobody runs in it.
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_work, args=(config, folder, theirs))
+    process = context.Process(target=_work, args=(theirs,))
     with _deaf():
         process.start()
     theirs.close()
-    return _Worker(number, process, ours, reporter)
+    return _Worker(process, ours)
 
 
 @contextlib.contextmanager
@@ -88,25 +103,27 @@ def _deaf() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _heard(worker: _Worker, listener: Listener) -> bool:
-    """Pass on one message of a worker; False if it was the last."""
+def _heard(task: _Task, listener: Listener) -> _State:
+    """Pass on one message of a worker and tell what it does now."""
+    process = task.worker.process
     try:
-        kind, values = worker.pipe.recv()
-    except (EOFError, ConnectionResetError):
-        worker.process.join()
-        listener.failed(worker.number, f"its process ended without a word (exit code {worker.process.exitcode})")
-        return False
+        kind, values = task.worker.pipe.recv()
+    except (EOFError, OSError):
+        process.join()
+        task.worker.pipe.close()
+        listener.failed(task.number, f"its process ended without a word (exit code {process.exitcode})")
+        return _State.DEAD
     if kind == "failed":
-        listener.failed(worker.number, *values)
+        listener.failed(task.number, *values)
     elif kind == "ended":
         try:
-            listener.ended(worker.number)
+            listener.ended(task.number)
         except Exception as error:  # its folder cannot be read
-            listener.failed(worker.number, one_line(error))
+            listener.failed(task.number, one_line(error))
     else:
-        getattr(worker.reporter, kind)(*values)
-        return True
-    return False
+        getattr(task.reporter, kind)(*values)
+        return _State.BUSY
+    return _State.IDLE
 
 
 def _stop(workers: Sequence[_Worker]) -> None:
@@ -117,22 +134,25 @@ def _stop(workers: Sequence[_Worker]) -> None:
         if worker.process.is_alive():
             worker.process.kill()
             worker.process.join()
+        worker.pipe.close()
 
 
 # --- in the worker
 
 
-def _work(config: RunConfig, folder: Path, pipe: Connection) -> None:
+def _work(pipe: Connection) -> None:
+    """Do one run after another until the starter has no more."""
     signal.signal(signal.SIGTERM, _interrupt)
     voice = _Voice(pipe)
-    try:
-        train.run(config, folder, resume=True, progress=voice)
-        voice.say("ended")
-    except KeyboardInterrupt:
-        return
-    except Exception as error:  # whatever an optimizer does, the others go on
-        with contextlib.suppress(KeyboardInterrupt):
-            voice.say("failed", one_line(error))
+    with contextlib.suppress(KeyboardInterrupt, EOFError):
+        while True:
+            config, folder = pipe.recv()
+            try:
+                train.run(config, folder, resume=True, progress=voice)
+            except Exception as error:  # whatever an optimizer does, the others go on
+                voice.say("failed", one_line(error))
+            else:
+                voice.say("ended")
 
 
 def _interrupt(*_: Any) -> None:
