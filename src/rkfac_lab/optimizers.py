@@ -53,9 +53,9 @@ def keywords(name: str) -> set[str]:
     return _keywords(_factory(name))
 
 
-def own_settings(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+def own_settings(name: str, model: nn.Module, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """What the optimizer's first group holds with these arguments, its constructor's defaults included."""
-    optimizer = build(name, nn.Linear(2, 2), arguments)
+    optimizer = build(name, model, arguments)
     try:
         return {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
     finally:

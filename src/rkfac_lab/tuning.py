@@ -18,6 +18,7 @@ from rkfac_lab import config as configuration
 from rkfac_lab import disk, identity, optimizers
 from rkfac_lab.comparison import Comparison, slug
 from rkfac_lab.config import RunConfig
+from rkfac_lab.data import Sources
 from rkfac_lab.errors import LabError
 from rkfac_lab.jobs import Display, Job, attempt
 from rkfac_lab.record import Run, RunFolder
@@ -38,7 +39,7 @@ GRIDS = {"fashion-autoencoder": (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 
 
 @dataclass(frozen=True)
 class Decays:
-    """Weight decays of one kind of optimizer: the largest useful one, the smallest, and what to try instead of none."""
+    """Weight decays of one kind of optimizer: the smallest useful one, the largest, and what to try instead of none."""
 
     smallest: float
     largest: float
@@ -98,7 +99,7 @@ def tune(comparison: Comparison, search: Search, folder: Path, display: Display,
     Trials that have ended in `folder` are read and not done again, so that a search which was stopped goes on.
     """
     metric, mode = judged_by(comparison.workload, search.validation_share)
-    spaces = {name: space(comparison, name, search) for name in comparison.contenders}
+    spaces = _spaces(comparison, search)
     trials: dict[str, list[Trial]] = {name: [] for name in comparison.contenders}
     total = search.trials * len(trials)
     while planned := _round_robin(
@@ -136,28 +137,31 @@ def judged_by(workload: str, validation_share: float) -> tuple[str, str]:
     return next(((t.metric, t.mode) for t in reversed(problem.targets)), (f"{problem.measured_on}_loss", "min"))
 
 
-def space(comparison: Comparison, contender: str, search: Search) -> Space:
-    """The rates and decays to try for one contender, around its own on this workload."""
-    config = comparison.config(contender, SEED)
-    if "lr" in config.schedule:
-        raise LabError(
-            f"{contender} has a schedule for its learning rate, which cannot be tuned; leave one of the two away."
+def _spaces(comparison: Comparison, search: Search) -> dict[str, Space]:
+    """The rates and decays to try for each contender, around its own on this workload."""
+    configs = {name: configuration.resolve(comparison.config(name, SEED)) for name in comparison.contenders}
+    for name in configs:
+        if "lr" in comparison.config(name, SEED).schedule:
+            raise LabError(f"{name} has a schedule for its learning rate, which cannot be tuned; leave one away.")
+    first, workload = next(iter(configs.values())), find(comparison.workload)
+    model = workload.model(workload.data(Sources(first.data_dir, first.text_file)))
+    spaces = {}
+    for name, config in configs.items():
+        chosen = config.optimizer
+        own = optimizers.own_settings(chosen.name, model, chosen.arguments)
+        decay = own.get("weight_decay")
+        spaces[name] = Space(
+            search.rates or rates_around(float(own["lr"]), search.trials),
+            () if decay is None else other_decays(chosen.name, float(decay)),
+            None if decay is None else float(decay),
         )
-    chosen = configuration.resolve(config).optimizer
-    own = optimizers.own_settings(chosen.name, chosen.arguments)
-    if not search.rates and not own.get("lr"):
-        raise LabError(f"{contender} has no learning rate to begin with; name some with --grid 0.01,0.03,0.1.")
-    decay = own.get("weight_decay")
-    return Space(
-        search.rates or rates_around(float(own["lr"]), search.trials),
-        () if decay is None else other_decays(chosen.name, float(decay)),
-        None if decay is None else float(decay),
-    )
+    return spaces
 
 
 def other_decays(optimizer: str, own: float) -> tuple[float, ...]:
     """Weight decays to try beside an optimizer's own, the most telling first."""
-    kind = ADAM_SIZED if optimizer in ADAM_LIKE or own > GRADIENT_SIZED.largest else GRADIENT_SIZED
+    sized_as = optimizer.rpartition("+")[2]  # of a K-FAC in another's place, that other
+    kind = ADAM_SIZED if sized_as in ADAM_LIKE or own > GRADIENT_SIZED.largest else GRADIENT_SIZED
     if own == 0:
         return kind.instead_of_none
     multiples = [float(f"{own * factor:.3g}") for factor in DECAY_FACTORS]

@@ -200,7 +200,7 @@ def test_where_nothing_could_run_the_reason_is_raised(tmp_path, trained):
 
 def test_folders_of_comparisons(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(LabError, match="no comparison of digits-mlp"):
+    with pytest.raises(LabError, match="no `rkfac compare` of digits-mlp"):
         compare.choose_folder(None, "digits-mlp", resume=True)
     for name in ("../../elsewhere", "**"):
         with pytest.raises(LabError, match="no workload"):

@@ -140,6 +140,7 @@ def test_what_is_left_after_the_decays_goes_between_the_best_rate_and_its_neighb
         ("rs-kfac", 7e-4, (7e-5, 2.1e-3, 2.1e-4, 5e-3)),
         ("muon", 0.0, (0.01, 0.1, 0.03, 0.3)),
         ("adamw", 0.05, (0.005, 0.15, 0.015, 0.3)),
+        ("rs-kfac+adamw", 0.0, (0.01, 0.1, 0.03, 0.3)),
         ("pkg:Own", 0.01, (0.001, 0.03, 0.003, 0.1)),
     ],
 )
@@ -148,8 +149,9 @@ def test_decays_to_try_are_of_the_optimizers_size(optimizer, own, expected):
 
 
 def test_an_optimizers_own_settings_are_its_constructors_where_nobody_says_more():
-    assert optimizers.own_settings("adamw", {"lr": 0.3})["weight_decay"] == 0.01
-    assert optimizers.own_settings("rs-kfac", {"weight_decay": 0.5})["weight_decay"] == 0.5
+    model = torch.nn.Linear(2, 2)
+    assert optimizers.own_settings("adamw", model, {"lr": 0.3})["weight_decay"] == 0.01
+    assert optimizers.own_settings("rs-kfac", model, {"weight_decay": 0.5})["weight_decay"] == 0.5
 
 
 # --- what was found
