@@ -150,7 +150,8 @@ def compare(
     reference: Annotated[
         str | None, typer.Option(help="Row the others are divided by; the best baseline else.")
     ] = None,
-    tune: Annotated[bool, typer.Option("--tune", help="First choose each learning rate from one grid.")] = False,
+    tuned: Annotated[Path | None, typer.Option(help="A tuning.json whose choices the optimizers take.")] = None,
+    tune: Annotated[bool, typer.Option("--tune", help="First choose each learning rate from one short grid.")] = False,
     grid: Annotated[str, typer.Option(help="Learning rates to try, comma-separated.")] = "",
     tune_epochs: Annotated[
         int | None, typer.Option(help="Epochs of each trial; a third of a run's if not given.")
@@ -163,10 +164,58 @@ def compare(
 
     common = {"epochs": epochs, "time_budget": time_budget, "data_dir": data_dir}
     comparison = Comparison(workload, _names(optimizers), seeds, tuple(settings or ()), common)
-    rates = tuning.grid_for(comparison, tuning.rates(grid), tune_epochs) if tune or grid else None
+    search = tuning.in_passing(comparison, tuning.rates(grid), tune_epochs) if tune or grid else None
+    if search and tuned:
+        raise LabError("--tune chooses now what --tuned has chosen before; leave one of the two away.")
+    arguments = tuning.read(tuned, comparison) if tuned else None
     folder = comparing.choose_folder(out, workload, resume)
-    results = comparing.run(comparison, folder, grid=rates, reference=reference)
+    results = comparing.run(comparison, folder, search=search, arguments=arguments, reference=reference)
     if results.interrupted:
+        raise typer.Exit(130)
+
+
+@app.command()
+def tune(
+    workload: Annotated[
+        str, typer.Argument(help="The problem; `rkfac data list` names the data each one needs.")
+    ] = "digits-mlp",
+    optimizers: Annotated[
+        str, typer.Option(help="Names, shipped configurations or TOML files, comma-separated.")
+    ] = "sgd,adamw,muon,soap,rs-kfac",
+    trials: Annotated[int | None, typer.Option(help="Of each optimizer; 8, or as many as --grid has rates.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Of each trial; the workload's budget if not given.")] = None,
+    grid: Annotated[
+        str, typer.Option(help="First learning rates, comma-separated; five around each one's own if not given.")
+    ] = "",
+    validation_share: Annotated[
+        float, typer.Option(help="Part of the training data that is kept apart to choose on.")
+    ] = 0.1,
+    jobs: Annotated[int, typer.Option(help="Trials side by side, each in a process of its own.")] = 1,
+    threads: Annotated[
+        int | None, typer.Option(help="Of each trial; with several --jobs 1, else the workload's.")
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Setting of all trials, or of one's: rs-kfac.damping=0.1."),
+    ] = None,
+    data_dir: Annotated[str | None, typer.Option(help="Folder of the data.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the tuning, continued if it is one; else a dated one in runs/.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the latest tuning if there is no --out.")] = False,
+) -> None:
+    """Learning rate and weight decay of several optimizers, as many trials for each, chosen on validation data."""
+    from rkfac_lab import places, tuning
+    from rkfac_lab import tune as tuners
+    from rkfac_lab.comparison import Comparison
+
+    common = {"epochs": epochs, "data_dir": data_dir, "threads": 1 if threads is None and jobs > 1 else threads}
+    comparison = Comparison(workload, _names(optimizers), 1, tuple(settings or ()), common)
+    rates = tuning.rates(grid)
+    count = max(tuning.TRIALS, len(rates)) if trials is None else trials
+    search = tuning.Search(count, rates, validation_share=validation_share)
+    folder = out or places.dated("tune", workload, resume)
+    if tuners.run(comparison, search, folder, workers=jobs) is None:
         raise typer.Exit(130)
 
 

@@ -8,36 +8,30 @@ from __future__ import annotations
 
 import json
 import tempfile
-from datetime import datetime
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from rkfac_lab import config as configuration
-from rkfac_lab import disk, optimizers, plots, report, schedules, table_text, tables, train, tuning
-from rkfac_lab.comparison import Comparison, slug
+from rkfac_lab import disk, optimizers, places, plots, report, schedules, table_text, tables, train, tuning, tuning_text
+from rkfac_lab.comparison import Comparison
 from rkfac_lab.data import Sources
 from rkfac_lab.errors import LabError, unknown
-from rkfac_lab.harmless import visible
 from rkfac_lab.jobs import Display, Results, run_all
 from rkfac_lab.lock import locked
 from rkfac_lab.record import CONFIG
 from rkfac_lab.workloads import find
 
-RUNS = Path("runs")
-WRITTEN = ("table.md", "table.csv", "table.json", "curves.png", "curves.svg", "report.html", "tuning.json")
+WRITTEN = ("table.md", "table.csv", "table.json", "curves.png", "curves.svg", "report.html", tuning.FILE)
 
 
 def choose_folder(out: Path | None, workload: str, resume: bool) -> Path:
     """Where the comparison goes: `out`, or a new dated folder in runs/ (with `resume`: the latest one)."""
-    find(workload)
-    name = slug(workload)
     if out is None:
-        earlier = sorted(RUNS.glob(f"compare-{name}-[0-9]*"))
-        if resume and not earlier:
-            raise LabError(f"There is no comparison of {workload} in {RUNS} to resume; name its folder with --out.")
-        return earlier[-1] if resume else RUNS / f"compare-{name}-{datetime.now():%Y%m%d-%H%M%S}"
+        return places.dated("compare", workload, resume)
+    find(workload)
     if not resume and any(out.glob(f"*/*/{CONFIG}")):
         raise LabError(
             f"{out} already holds a comparison; add --resume to continue it, or name another folder with --out."
@@ -49,11 +43,15 @@ def run(
     comparison: Comparison,
     folder: Path,
     *,
-    grid: tuning.Grid | None = None,
+    search: tuning.Search | None = None,
+    arguments: Mapping[str, Mapping[str, Any]] | None = None,
     reference: str | None = None,
     console: Console | None = None,
 ) -> Results:
-    """Tune if there is a `grid`, do all runs, print the table, write everything to `folder` and say where."""
+    """Tune if there is a `search`, do all runs, print the table, write everything to `folder` and say where.
+
+    `arguments` were chosen before, by contender, and go over everything else.
+    """
     console = console or Console()
     labels = [comparison.config(name, 0).name for name in comparison.contenders]
     if reference is not None and reference not in labels:
@@ -61,19 +59,27 @@ def run(
     twice = sorted({label for label in labels if labels.count(label) > 1})
     if twice:
         raise LabError(f"Two contenders are called {twice[0]!r} and would be one row; give one another label.")
-    check(comparison)
+    check(comparison, arguments)
     with locked(folder):
         disk.sweep(folder, WRITTEN)
-        return _run(comparison, folder, grid, reference, console)
+        return _run(comparison, folder, search, arguments or {}, reference, console)
 
 
 def _run(
-    comparison: Comparison, folder: Path, grid: tuning.Grid | None, reference: str | None, console: Console
+    comparison: Comparison,
+    folder: Path,
+    search: tuning.Search | None,
+    arguments: Mapping[str, Mapping[str, Any]],
+    reference: str | None,
+    console: Console,
 ) -> Results:
     warm_up(comparison)
     display = Display()
     try:
-        arguments = _tuned_arguments(comparison, grid, folder, display, console) if grid else {}
+        if search is not None:
+            tuned = tuning.tune(comparison, search, folder, display)
+            tuning_text.show(tuned, console)
+            arguments = tuned.chosen()
         results = run_all(comparison.jobs(folder / "runs", arguments), display)
     except KeyboardInterrupt:
         results = Results(interrupted=True)
@@ -92,23 +98,12 @@ def _run(
     return results
 
 
-def _tuned_arguments(
-    comparison: Comparison, grid: tuning.Grid, folder: Path, display: Display, console: Console
-) -> dict[str, dict[str, Any]]:
-    tuned = tuning.tune(comparison, grid, folder, display)
-    console.print(tuning.to_rich(tuned))
-    for name in tuned.at_edge():
-        said = f"{visible(name)} did best at the edge of the grid; a wider --grid may serve it better."
-        console.print(said, markup=False)
-    return {label: {"lr": lr} for label, lr in tuned.chosen().items()}
-
-
-def check(comparison: Comparison) -> None:
+def check(comparison: Comparison, arguments: Mapping[str, Mapping[str, Any]] | None = None) -> None:
     """Build everything once, so that a wrong name or a missing file is said now and not after an hour of other runs."""
     workload = find(comparison.workload)
     data = None
     for contender in comparison.contenders:
-        config = configuration.resolve(comparison.config(contender, 0))
+        config = configuration.resolve(comparison.config(contender, 0, (arguments or {}).get(contender)))
         data = data or workload.data(Sources(config.data_dir, config.text_file))
         chosen = config.optimizer
         model = workload.model(data)

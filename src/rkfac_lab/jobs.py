@@ -1,4 +1,4 @@
-"""Many runs one after another: what is finished is not done again, what fails does not stop the rest."""
+"""Many runs, one after another or side by side: what is finished is not done again, what fails does not stop the rest."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from rkfac_lab import train
 from rkfac_lab.config import RunConfig
 from rkfac_lab.errors import LabError, one_line
 from rkfac_lab.harmless import visible
-from rkfac_lab.progress import Heartbeat, describe
+from rkfac_lab.progress import Heartbeat, ProgressReporter, describe
 from rkfac_lab.record import CONFIG, Run, load_run
 from rkfac_lab.tables import Failure
+from rkfac_lab.workers import side_by_side
 
 
 @dataclass(frozen=True)
@@ -44,34 +45,88 @@ class Results:
 
 
 def run_all(jobs: Sequence[Job], display: Display) -> Results:
-    """Do the jobs in their order, continuing those that were begun and reading those that have ended.
-
-    If not one of them could run, the mistake is the user's and is raised instead of shown as a table of failures.
-    """
-    results = Results()
-    display.start(jobs)
-    try:
-        for number, job in enumerate(jobs):
-            display.job(number)
-            try:
-                before = _state(job.folder)
-                run = train.run(job.config, job.folder, resume=True, progress=display)
-            except KeyboardInterrupt:
-                results.interrupted = True
-                if (job.folder / CONFIG).is_file():
-                    results.runs.append(load_run(job.folder))
-                break
-            except Exception as error:  # whatever an optimizer does, the others still deserve their turn
-                results.failures.append(Failure(job.config.name, job.config.seed, one_line(error)))
-                display.failed(one_line(error))
-                continue
-            results.runs.append(run)
-            display.done(run, known=before is not None and before == _state(job.folder))
-    finally:
-        display.stop()
+    """Do the jobs in their order; if not one of them could run, the mistake is the user's and is raised."""
+    results = attempt(jobs, display)
     if results.failures and not results.runs and not results.interrupted:
         raise LabError(f"Not one of the {len(jobs)} runs could be done: {results.failures[0].message}")
     return results
+
+
+def attempt(
+    jobs: Sequence[Job], display: Display, workers: int = 1, *, before: int = 0, total: int | None = None
+) -> Results:
+    """Do the jobs, continuing those that were begun and reading those that have ended; with failures as results.
+
+    With several `workers` as many jobs run side by side, each in a process of its own. `before` and `total` are for
+    the display alone, of jobs that come in several batches.
+    """
+    book = _Book(jobs, display)
+    display.start(jobs, workers, before, total)
+    try:
+        if workers > 1:
+            side_by_side([(job.config, job.folder) for job in jobs], workers, book)
+        else:
+            _one_by_one(jobs, book)
+    except KeyboardInterrupt:
+        book.interrupted()
+    finally:
+        display.stop()
+    return book.results()
+
+
+def _one_by_one(jobs: Sequence[Job], book: _Book) -> None:
+    for number, job in enumerate(jobs):
+        try:
+            reporter = book.begun(number)
+            train.run(job.config, job.folder, resume=True, progress=reporter)
+            book.ended(number)
+        except Exception as error:  # whatever an optimizer does, the others still deserve their turn
+            book.failed(number, one_line(error))
+
+
+class _Book:
+    """What became of each job, told by whoever does them and passed on to the display."""
+
+    def __init__(self, jobs: Sequence[Job], display: Display) -> None:
+        self._jobs, self._display = jobs, display
+        self._states: dict[int, tuple[object, object] | None] = {}  # of the jobs that were begun, when they were
+        self._runs: dict[int, Run] = {}
+        self._failures: dict[int, Failure] = {}
+        self._interrupted = False
+
+    def begun(self, number: int) -> ProgressReporter:
+        """Before a job; its progress goes to what this returns."""
+        reporter = self._display.job(number)
+        self._states[number] = _state(self._jobs[number].folder)
+        return reporter
+
+    def ended(self, number: int) -> None:
+        """After a job that left a run."""
+        folder, before = self._jobs[number].folder, self._states[number]
+        run = load_run(folder)
+        self._display.done(number, run, known=before is not None and before == _state(folder))
+        self._runs[number] = run
+
+    def failed(self, number: int, message: str) -> None:
+        """After a job that ended in an error."""
+        config = self._jobs[number].config
+        self._failures[number] = Failure(config.name, config.seed, message)
+        self._display.failed(number, message)
+
+    def interrupted(self) -> None:
+        """The person at the keyboard stopped them: what was under way counts as far as it came."""
+        self._interrupted = True
+        for number in self._states.keys() - self._runs.keys() - self._failures.keys():
+            if (self._jobs[number].folder / CONFIG).is_file():
+                self._runs[number] = load_run(self._jobs[number].folder)
+
+    def results(self) -> Results:
+        """Everything in the order of the jobs, whoever was done first."""
+        return Results(
+            [self._runs[number] for number in sorted(self._runs)],
+            [self._failures[number] for number in sorted(self._failures)],
+            self._interrupted,
+        )
 
 
 def _state(folder: Path) -> tuple[object, object] | None:
@@ -112,78 +167,102 @@ class Display:
         self._bars.disable = not self.console.is_terminal
         self._bar = TaskID(0)
         self._jobs: Sequence[Job] = ()
-        self._number = 0
-        self._began = 0.0
-        self._steps = 1
-        self._measured = ""
+        self._workers, self._before, self._total = 1, 0, 0
+        self._ended = 0
+        self._running: dict[int, _UnderWay] = {}
         self._taken: list[tuple[str, float]] = []
         self._heartbeat = Heartbeat(self.console)
 
-    def start(self, jobs: Sequence[Job]) -> None:
-        """Before the first job."""
-        self._jobs = jobs
-        self._bar = self._bars.add_task("", total=float(len(jobs)), said="")
+    def start(self, jobs: Sequence[Job], workers: int = 1, before: int = 0, total: int | None = None) -> None:
+        """Before the first job; `before` others of all `total` have ended in earlier batches."""
+        self._jobs, self._workers, self._before = jobs, workers, before
+        self._total = total or before + len(jobs)
+        self._ended, self._running = 0, {}
+        self._bar = self._bars.add_task("", total=float(self._total), completed=before, said="")
         self._bars.start()
 
-    def job(self, number: int) -> None:
-        """Before each job."""
-        self._number, self._began, self._measured = number, time.monotonic(), ""
-        self._show(0.0)
+    def job(self, number: int) -> ProgressReporter:
+        """Before each job; the training loop tells what this returns."""
+        self._running[number] = under_way = _UnderWay(self, number)
+        self.show()
+        return under_way
 
-    def begin(self, name: str, total_steps: int, done_steps: int) -> None:
-        """Told by the training loop when a run starts."""
-        self._steps = max(total_steps, 1)
-        self._heartbeat.restart()
-
-    def step(self, epoch: int, step: int, loss: float) -> None:
-        """Told by the training loop after each step."""
-        self._show(min(step / self._steps, 1.0))
-        self._heartbeat.step(f"{self._place()} {self._jobs[self._number].title}", epoch, step, self._steps, loss)
-
-    def evaluated(self, line: dict[str, Any]) -> None:
-        """Told by the training loop after each evaluation."""
-        self._measured = describe(line)
-
-    def end(self, status: str) -> None:
-        """Told by the training loop when a run ends; `done` says it."""
-
-    def done(self, run: Run, known: bool) -> None:
+    def done(self, number: int, run: Run, known: bool) -> None:
         """After a job that left a run; a `known` one had ended before and was only read."""
         if not known:
-            self._taken.append((self._jobs[self._number].config.name, time.monotonic() - self._began))
+            began = self._running[number].began
+            self._taken.append((self._jobs[number].config.name, time.monotonic() - began))
         status = run.summary.get("status", "running")
         last = f", {describe(run.epochs[-1])}" if run.epochs else ""
         spent = f" after {float(run.summary.get('train_seconds') or 0):.2f} s of training"
-        self._say(f"{status}{last}{spent}{' (from an earlier run)' if known else ''}")
+        self._say(number, f"{status}{last}{spent}{' (from an earlier run)' if known else ''}")
 
-    def failed(self, message: str) -> None:
+    def failed(self, number: int, message: str) -> None:
         """After a job that ended in an error."""
-        self._say(f"failed: {message}")
+        self._say(number, f"failed: {message}")
 
     def stop(self) -> None:
         """After the last job."""
         self._bars.stop()
+        self._bars.remove_task(self._bar)
 
-    def _say(self, text: str) -> None:
-        self._bars.update(self._bar, completed=self._number + 1)
-        said = f"{self._place()} {self._jobs[self._number].title}: {visible(text)}"
-        self.console.print(Text(said), soft_wrap=True)
+    def _say(self, number: int, text: str) -> None:
+        self._running.pop(number, None)
+        self._ended += 1
+        self._bars.update(self._bar, completed=self._before + self._ended)
+        self.console.print(Text(f"{self._name(number)}: {visible(text)}"), soft_wrap=True)
 
-    def _place(self) -> str:
-        return f"[{self._number + 1}/{len(self._jobs)}]"
+    def _name(self, number: int) -> str:
+        return f"[{self._before + number + 1}/{self._total}] {self._jobs[number].title}"
 
-    def _show(self, share: float) -> None:
-        if self._bars.disable:
+    def began(self) -> None:
+        """A run started."""
+        self._heartbeat.restart()
+
+    def stepped(self, number: int, epoch: int, step: int, steps: int, loss: float) -> None:
+        """A run took a step."""
+        self.show()
+        self._heartbeat.step(self._name(number), epoch, step, steps, loss)
+
+    def show(self) -> None:
+        """Draw the bar anew."""
+        if self._bars.disable or not self._running:
             return
-        job = self._jobs[self._number]
-        waiting = [later.config.name for later in self._jobs[self._number + 1 :]]
-        spent = time.monotonic() - self._began
-        taken = [*self._taken, (job.config.name, spent / share)] if share > 0 else self._taken
-        later = seconds_left(taken, waiting)
-        left = None if later is None else later + (spent / share - spent if share > 0 else 0.0)
-        said = "  ".join(filter(None, [self._measured, "" if left is None else f"{_clock(left)} left"]))
-        title = f"run {self._number + 1} of {len(self._jobs)}: {job.title}"
-        self._bars.update(self._bar, description=title, completed=self._number + share, said=said)
+        now = time.monotonic()
+        titles = [f"{self._before + n + 1}: {self._jobs[n].title}" for n in self._running]
+        waiting = [later.config.name for later in self._jobs[max(self._running) + 1 :]]
+        moving = {n: run for n, run in self._running.items() if run.share > 0}
+        whole = [(self._jobs[n].config.name, (now - run.began) / run.share) for n, run in moving.items()]
+        later = seconds_left([*self._taken, *whole], waiting)
+        rest = sum((now - run.began) * (1 / run.share - 1) for run in moving.values())
+        left = "" if later is None else f"{_clock((later + rest) / self._workers)} left"
+        measured = [run.measured for run in self._running.values() if run.measured]
+        said = "  ".join(filter(None, [*measured, left]))
+        completed = self._before + self._ended + sum(run.share for run in self._running.values())
+        title = f"of {self._total} runs {', '.join(titles)}"
+        self._bars.update(self._bar, description=title, completed=completed, said=said)
+
+
+class _UnderWay:
+    """One run on the display, told by its training loop how far it is."""
+
+    def __init__(self, display: Display, number: int) -> None:
+        self._display, self._number, self._steps = display, number, 1
+        self.began, self.share, self.measured = time.monotonic(), 0.0, ""
+
+    def begin(self, name: str, total_steps: int, done_steps: int) -> None:
+        self._steps = max(total_steps, 1)
+        self._display.began()
+
+    def step(self, epoch: int, step: int, loss: float) -> None:
+        self.share = min(step / self._steps, 1.0)
+        self._display.stepped(self._number, epoch, step, self._steps, loss)
+
+    def evaluated(self, line: dict[str, Any]) -> None:
+        self.measured = describe(line)
+
+    def end(self, status: str) -> None:
+        pass  # the display is told by whoever does the jobs
 
 
 def _clock(seconds: float) -> str:

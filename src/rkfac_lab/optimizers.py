@@ -76,6 +76,16 @@ def keywords(name: str) -> set[str]:
     return _keywords(_factory(name))
 
 
+def own_settings(name: str, model: nn.Module, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What the optimizer's first group holds with these arguments, its constructor's defaults included."""
+    optimizer = build(name, model, arguments)
+    try:
+        return {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+    finally:
+        if hasattr(optimizer, "close"):
+            optimizer.close()
+
+
 def _factory(name: str) -> Callable[..., torch.optim.Optimizer]:
     own, _ = grafted(name)
     place = CLASSES.get(own, own)

@@ -2,7 +2,7 @@
 
 Figure 2 (`curves`): the metric and the losses against epochs and against training seconds; the line is the median
 over seeds, the band goes from the smallest to the largest seed. Figure 1 is `spectra`, and `modes_against_width`
-shows how many modes matter in layers of different width.
+shows how many modes matter in layers of different width. `tuning` shows the trials of a search.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import SymLogNorm
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.scale import FuncScale
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter, NullLocator
 
@@ -30,6 +31,7 @@ from rkfac_lab.tables import group_by_label, main_metric, targets_of, workload_o
 
 if TYPE_CHECKING:
     from rkfac_lab.record import Run
+    from rkfac_lab.search import Trial, Tuned
     from rkfac_lab.spectrum import FactorHistory
 
 # Okabe and Ito's colours, told apart with every common colour vision; given in order of first appearance.
@@ -38,6 +40,9 @@ PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 DASHES: tuple[Any, ...] = ("-", (0, (6, 2)), (0, (2, 1.2)), (0, (6, 2, 1.5, 2)))
 MARKERS = "osD^vP*X"
 INK = "#333333"
+HOLLOW: dict[str, Any] = {"linestyle": "", "fillstyle": "none", "markersize": 9}
+RING: dict[str, Any] = {"marker": "o", "markersize": 15}
+CROSS: dict[str, Any] = {"linestyle": "", "marker": "x", "markeredgewidth": 2}
 SIDES = {"input": "input factor A", "output": "output factor Γ"}
 
 
@@ -168,6 +173,64 @@ def modes_against_width(histories: Sequence[FactorHistory], title: str) -> Figur
     axes.legend(frameon=False, fontsize=9, loc="upper left")
     figure.suptitle(plotted(title), fontsize=12, color=INK)
     return figure
+
+
+def tuning(tuned: Tuned) -> Figure:
+    """The result against the learning rate, one curve an optimizer with its own weight decay.
+
+    The chosen trials have a ring, other weight decays stand beside the curve. What diverged or failed, or is so bad
+    that it would flatten everything else, lies at the border.
+    """
+    figure = _figure(11, 5.4)
+    axes = figure.subplots()
+    contenders = tuned.contenders()
+    shown = [trial for trial in tuned.trials if trial.value is not None and not _off_scale(tuned, trial.value)]
+    for position, name in enumerate(contenders):
+        mine = sorted((trial for trial in shown if trial.contender == name), key=lambda trial: trial.lr)
+        lost = [trial for trial in tuned.of(name) if trial not in shown]
+        best = [trial for trial in mine if trial == tuned.best(name)]
+        look: dict[str, Any] = {"color": colour(position), "marker": MARKERS[position % len(MARKERS)]}
+        line: dict[str, Any] = {"linestyle": DASHES[position % len(DASHES)], "linewidth": 1.7}
+        _draw_trials(axes, [trial for trial in mine if trial.decay is None], **line, **look)
+        _draw_trials(axes, [trial for trial in mine if trial.decay is not None], **look, **HOLLOW)
+        _draw_trials(axes, best, **{**look, **HOLLOW, **RING})
+        height = 0.02 + 0.03 * position  # one above the other, where several fail at one rate
+        heights = [height if tuned.mode == "max" else 1 - height] * len(lost)
+        border = axes.get_xaxis_transform()
+        axes.plot([t.lr for t in lost], heights, transform=border, color=look["color"], clip_on=False, **CROSS)
+    _scale_values([axes], tuned.metric, [trial.value for trial in shown])
+    axes.set_xscale("log")
+    _plain_ticks(axes.xaxis, np.array([1.0, 1e3]))
+    axes.set_xlabel("learning rate")
+    epochs = f"{tuned.epochs} epoch{'s' * (tuned.epochs != 1)}"
+    axes.set_ylabel(f"{_axis_name(tuned.metric)} after {epochs}")
+    figure.suptitle(plotted(f"{tuned.workload}: learning rates"), fontsize=12, color=INK)
+    _tuning_legend(figure, contenders)
+    return figure
+
+
+def _draw_trials(axes: Axes, trials: Sequence[Trial], **look: Any) -> None:
+    axes.plot([trial.lr for trial in trials], np.array([trial.value for trial in trials], dtype=float), **look)
+
+
+def _off_scale(tuned: Tuned, value: float) -> bool:
+    """Whether a loss is so far from the best of all that its curve would be all there is to see."""
+    best = min((trial.value for trial in tuned.trials if trial.value is not None), default=0.0)
+    return tuned.mode == "min" and best > 0 and not value <= 30 * best
+
+
+def _tuning_legend(figure: Figure, contenders: Sequence[str]) -> None:
+    looks: list[tuple[str, dict[str, Any]]] = [
+        (plotted(name), {"color": colour(n), "marker": MARKERS[n % len(MARKERS)], "linestyle": DASHES[n % len(DASHES)]})
+        for n, name in enumerate(contenders)
+    ]
+    looks += [
+        ("chosen", {"color": INK, **HOLLOW, **RING}),
+        ("another\nweight decay", {"color": INK, "marker": "s", **HOLLOW}),
+        ("diverged, failed\nor off the scale", {"color": INK, **CROSS}),
+    ]
+    handles = [Line2D([], [], label=name, **look) for name, look in looks]
+    figure.legend(handles=handles, loc="outside right upper", frameon=False, labelspacing=0.9)
 
 
 def save(figure: Figure, stem: Path) -> tuple[Path, Path]:

@@ -1,8 +1,8 @@
-"""The learning rate of every contender from one grid, on equal terms: same values, same short budget, same seed.
+"""Trials of every contender on equal terms: as many for each, the same budget, the same data, the same seed.
 
-The best is the one whose metric is best at the end of the short budget; a run that diverges or fails cannot win.
-The metric is measured on a part of the training data that the trials do not train on, never on the test set, and the
-seed is none of those that are reported afterwards: nothing is chosen on what it is judged by.
+The best is the one whose metric is best at the end; a run that diverges or fails cannot win. The metric is measured on
+a part of the training data that the trials do not train on, never on the test set, and the seed is none of those that
+are reported afterwards: nothing is chosen on what it is judged by.
 """
 
 from __future__ import annotations
@@ -12,22 +12,26 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from rich.table import Table as RichTable
-from rich.text import Text
-
-from rkfac_lab import disk
+from rkfac_lab import config as configuration
+from rkfac_lab import disk, identity, optimizers
 from rkfac_lab.comparison import Comparison, slug
+from rkfac_lab.config import RunConfig
+from rkfac_lab.data import Sources
 from rkfac_lab.errors import LabError
-from rkfac_lab.harmless import visible
-from rkfac_lab.jobs import Display, Job, run_all
-from rkfac_lab.record import Run
-from rkfac_lab.table_text import metric_name, metric_value
-from rkfac_lab.tables import main_metric
+from rkfac_lab.jobs import Display, Job, attempt
+from rkfac_lab.record import Run, RunFolder
+from rkfac_lab.search import Setting, Space, Trial, Tuned, next_settings, rates_around
+from rkfac_lab.structure import checked
+from rkfac_lab.validation import held_out
 from rkfac_lab.workloads import find
 
-VALIDATION_SHARE = 0.2
+FILE = "tuning.json"
+REMEDY = "name another file, or tune again"
 SEED = 1000  # reported runs have seeds 0, 1, 2...
+TRIALS, VALIDATION_SHARE = 8, 0.1
+IN_PASSING = 0.2  # the validation share of the short trials of `rkfac compare --tune`
 USUAL = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 # Where a sum over outputs makes the loss, and so the useful learning rates of plain gradients, of another size.
 SMALLER = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
@@ -35,59 +39,44 @@ GRIDS = {"fashion-autoencoder": SMALLER, "digits-autoencoder": SMALLER}
 
 
 @dataclass(frozen=True)
-class Grid:
-    """Learning rates to try, and for how many epochs each."""
+class Decays:
+    """Weight decays of one kind of optimizer: the smallest useful one, the largest, and what to try instead of none."""
 
-    rates: tuple[float, ...]
-    epochs: int
+    smallest: float
+    largest: float
+    instead_of_none: tuple[float, ...]
+
+
+# Steps as large as the gradient, with learning rates near 0.1; and Adam's small steps, where decays must be larger.
+GRADIENT_SIZED = Decays(5e-5, 5e-3, (1e-4, 1e-3, 3e-4, 5e-3))
+ADAM_SIZED = Decays(0.0, 0.3, (0.01, 0.1, 0.03, 0.3))
+ADAM_LIKE = ("adamw", "muon", "soap")
+DECAY_FACTORS = (0.1, 3.0, 0.3, 10.0)
+
+
+@dataclass(frozen=True)
+class Search:
+    """How many trials each contender gets, on what data and for how long; `rates` of the first sweep given by hand."""
+
+    trials: int = TRIALS
+    rates: tuple[float, ...] = ()  # none: around each contender's own
+    epochs: int | None = None  # None: the comparison's
+    validation_share: float = VALIDATION_SHARE
 
     def __post_init__(self) -> None:
-        """Refuse rates that cannot be tried."""
-        if not self.rates or any(not math.isfinite(rate) or rate <= 0 for rate in self.rates):
+        """Refuse what cannot be tried."""
+        if any(not math.isfinite(rate) or rate <= 0 for rate in self.rates):
             raise LabError("--grid needs learning rates greater than zero, such as --grid 0.01,0.03,0.1.")
-        if self.epochs < 1:
+        if self.trials < max(1, len(self.rates)):
+            at_least = f"the {len(self.rates)} rates of --grid" if self.rates else "1"
+            raise LabError(f"--trials must be at least {at_least}, not {self.trials}.")
+        if self.epochs is not None and self.epochs < 1:
             raise LabError(f"--tune-epochs must be at least 1, not {self.epochs}.")
-
-
-@dataclass(frozen=True)
-class Trial:
-    """One learning rate of one contender; `value` is the metric at the end, None if the run has none to show."""
-
-    contender: str
-    lr: float
-    value: float | None
-    status: str
-
-
-@dataclass(frozen=True)
-class Tuned:
-    """All trials, in the order of the contenders and of the grid."""
-
-    metric: str
-    mode: str
-    grid: Grid
-    trials: tuple[Trial, ...]
-
-    def best(self, contender: str) -> Trial | None:
-        """The winning trial (the smallest rate of equals), None if every rate failed."""
-        sign = 1.0 if self.mode == "max" else -1.0
-        mine = sorted((t for t in self.trials if t.contender == contender), key=lambda trial: trial.lr)
-        measured = [trial for trial in mine if trial.value is not None]
-        return max(measured, key=lambda trial: sign * (trial.value or 0.0), default=None)
-
-    def chosen(self) -> dict[str, float]:
-        """Learning rate of each contender that has a winner; the others keep the workload's default."""
-        winners = {name: self.best(name) for name in self.contenders()}
-        return {name: trial.lr for name, trial in winners.items() if trial is not None}
-
-    def contenders(self) -> list[str]:
-        """Names in order of first appearance."""
-        return list(dict.fromkeys(trial.contender for trial in self.trials))
-
-    def at_edge(self) -> list[str]:
-        """Contenders whose winner is the smallest or largest rate tried: a wider grid might serve them better."""
-        ends = (min(self.grid.rates), max(self.grid.rates))
-        return [name for name, lr in self.chosen().items() if lr in ends]
+        if not 0 < self.validation_share <= 0.5:
+            raise LabError(
+                f"--validation-share must be greater than 0 (nothing is chosen on the test set) and at most 0.5, "
+                f"not {self.validation_share!r}."
+            )
 
 
 def rates(text: str) -> tuple[float, ...]:
@@ -98,73 +87,186 @@ def rates(text: str) -> tuple[float, ...]:
         raise LabError(f"--grid {text!r} is not a list of numbers such as 0.01,0.03,0.1.") from None
 
 
-def grid_for(comparison: Comparison, rates: Sequence[float] = (), epochs: int | None = None) -> Grid:
-    """The rates given or the workload's usual ones, for the epochs given or a third of the comparison's."""
+def in_passing(comparison: Comparison, rates: Sequence[float] = (), epochs: int | None = None) -> Search:
+    """`rkfac compare --tune`: one sweep of rates for everybody, for the epochs given or a third of the comparison's."""
     full = comparison.config(comparison.contenders[0], SEED).epochs or find(comparison.workload).epochs
-    return Grid(tuple(rates) or GRIDS.get(comparison.workload, USUAL), max(1, full // 3) if epochs is None else epochs)
+    swept = tuple(rates) or GRIDS.get(comparison.workload, USUAL)
+    return Search(len(swept), swept, max(1, full // 3) if epochs is None else epochs, IN_PASSING)
 
 
-def tune(comparison: Comparison, grid: Grid, folder: Path, display: Display) -> Tuned:
-    """Try every rate for every contender, write `tuning.json` to `folder` and return the trials."""
-    planned: list[tuple[str, float, Job]] = []
-    for lr in grid.rates:
-        for name in comparison.contenders:
-            trial = {"epochs": grid.epochs, "label": f"{name} lr={lr:g}", "validation_share": VALIDATION_SHARE}
-            config = comparison.config(name, SEED, {"lr": lr}, **trial)
-            if "lr" in config.schedule:
-                raise LabError(
-                    f"{name} has a schedule for its learning rate, which --tune cannot choose; leave one away."
-                )
-            planned.append((name, lr, Job(config, folder / "tuning" / f"{slug(name)}-lr{lr:g}")))
-    results = run_all([job for _, _, job in planned], display)
-    if results.interrupted:
-        raise KeyboardInterrupt
-    metric, mode = main_metric(results.runs)
-    done = {run.path.name: run for run in results.runs}
-    trials = [_trial(name, lr, done.get(job.folder.name), metric) for name, lr, job in planned]
-    trials.sort(key=lambda trial: comparison.contenders.index(trial.contender))
-    tuned = Tuned(metric, mode, grid, tuple(trials))
-    disk.write_text(folder / "tuning.json", json.dumps(to_json(tuned), indent=2) + "\n")
+def tune(comparison: Comparison, search: Search, folder: Path, display: Display, workers: int = 1) -> Tuned:
+    """Search for every contender, write `tuning.json` to `folder` and return the trials.
+
+    Trials that have ended in `folder` are read and not done again, so that a search which was stopped goes on.
+    """
+    metric, mode = judged_by(comparison.workload, search.validation_share)
+    spaces = _spaces(comparison, search)
+    trials: dict[str, list[Trial]] = {name: [] for name in comparison.contenders}
+    total = search.trials * len(trials)
+    while planned := _round_robin(
+        {name: next_settings(spaces[name], search.trials, mode, trials[name]) for name in trials}
+    ):
+        jobs = [_job(comparison, name, setting, search, folder) for name, setting in planned]
+        for job in jobs:
+            _require_ours(job)
+        results = attempt(jobs, display, workers, before=sum(map(len, trials.values())), total=total)
+        if results.interrupted:
+            raise KeyboardInterrupt
+        if not results.runs and not any(trials.values()):
+            raise LabError(f"Not one of the {len(jobs)} trials could be done: {results.failures[0].message}")
+        runs = {run.path.name: run for run in results.runs}
+        why = {failure.label: failure.message for failure in results.failures}
+        for (name, setting), job in zip(planned, jobs, strict=True):
+            run, message = runs.get(job.folder.name), why.get(job.config.name, "")
+            trials[name].append(_trial(name, setting, job.config, run, metric, message))
+    tuned = Tuned(
+        comparison.workload,
+        metric,
+        mode,
+        _epochs(comparison, search),
+        search.validation_share,
+        tuple(trial for mine in trials.values() for trial in mine),
+        {name: found.own_decay for name, found in spaces.items()},
+    )
+    disk.write_text(folder / FILE, json.dumps(to_json(tuned), indent=2) + "\n")
     return tuned
+
+
+def judged_by(workload: str, validation_share: float) -> tuple[str, str]:
+    """The metric that decides and its better direction: the hardest target's, on the part kept apart."""
+    problem = held_out(find(workload), validation_share)
+    return next(((t.metric, t.mode) for t in reversed(problem.targets)), (f"{problem.measured_on}_loss", "min"))
+
+
+def _spaces(comparison: Comparison, search: Search) -> dict[str, Space]:
+    """The rates and decays to try for each contender, around its own on this workload."""
+    configs = {name: configuration.resolve(comparison.config(name, SEED)) for name in comparison.contenders}
+    for name in configs:
+        if "lr" in comparison.config(name, SEED).schedule:
+            raise LabError(f"{name} has a schedule for its learning rate, which cannot be tuned; leave one away.")
+    first, workload = next(iter(configs.values())), find(comparison.workload)
+    model = workload.model(workload.data(Sources(first.data_dir, first.text_file)))
+    spaces = {}
+    for name, config in configs.items():
+        chosen = config.optimizer
+        own = optimizers.own_settings(chosen.name, model, chosen.arguments)
+        decay = own.get("weight_decay")
+        spaces[name] = Space(
+            search.rates or rates_around(float(own["lr"]), search.trials),
+            () if decay is None else other_decays(chosen.name, float(decay)),
+            None if decay is None else float(decay),
+        )
+    return spaces
+
+
+def other_decays(optimizer: str, own: float) -> tuple[float, ...]:
+    """Weight decays to try beside an optimizer's own, the most telling first."""
+    sized_as = optimizer.rpartition("+")[2]  # of a K-FAC in another's place, that other
+    kind = ADAM_SIZED if sized_as in ADAM_LIKE or own > GRADIENT_SIZED.largest else GRADIENT_SIZED
+    if own == 0:
+        return kind.instead_of_none
+    multiples = [float(f"{own * factor:.3g}") for factor in DECAY_FACTORS]
+    return tuple(dict.fromkeys(min(max(decay, kind.smallest), kind.largest) for decay in multiples if decay != own))
 
 
 def to_json(tuned: Tuned) -> dict[str, object]:
     """Everything that was tried and chosen, as plain values."""
+    regions = {name: tuned.good_region(name) for name in tuned.contenders()}
     return {
+        "workload": tuned.workload,
         "seed": SEED,
-        "validation_share": VALIDATION_SHARE,
+        "validation_share": tuned.validation_share,
         "metric": tuned.metric,
         "mode": tuned.mode,
-        "epochs": tuned.grid.epochs,
-        "grid": list(tuned.grid.rates),
-        "trials": [asdict(trial) for trial in tuned.trials],
+        "epochs": tuned.epochs,
+        "trials": [{**asdict(trial), "decay": tuned.decay(trial)} for trial in tuned.trials],
         "chosen": tuned.chosen(),
         "at_edge": tuned.at_edge(),
+        "good_margin": tuned.margin_text(),
+        "good_region": {
+            name: region and {**asdict(region), "decades": region.decades} for name, region in regions.items()
+        },
     }
 
 
-def to_rich(tuned: Tuned) -> RichTable:
-    """Contenders against rates; the winner has a star."""
-    title = f"{metric_name(tuned.metric)} after {tuned.grid.epochs} epochs (* chosen)"
-    table = RichTable(title=Text(title), title_justify="left")
-    table.add_column("optimizer", no_wrap=True)
-    for rate in tuned.grid.rates:
-        table.add_column(f"lr {rate:g}", justify="right")
-    for name in tuned.contenders():
-        cells: Mapping[float, Trial] = {trial.lr: trial for trial in tuned.trials if trial.contender == name}
-        best = tuned.best(name)
-        texts = [_cell(tuned.metric, cells[rate], "*" if cells[rate] == best else "") for rate in tuned.grid.rates]
-        table.add_row(Text(visible(name)), *(Text(text) for text in texts))
-    return table
+@dataclass(frozen=True)
+class _Written:
+    """What is read again of a `tuning.json`."""
+
+    workload: str
+    chosen: dict[str, dict[str, Any]]
 
 
-def _trial(contender: str, lr: float, run: Run | None, metric: str) -> Trial:
+def read(path: Path, comparison: Comparison) -> dict[str, dict[str, Any]]:
+    """The arguments that a `tuning.json` has for contenders of this comparison."""
+    try:
+        values = disk.read_json(path, REMEDY)
+    except FileNotFoundError as error:
+        raise LabError(f"There is no {path}; name the {FILE} that `rkfac tune` wrote.") from error
+    try:
+        known = {key: values[key] for key in ("workload", "chosen")}
+        written: _Written = checked(known, _Written)
+    except (KeyError, TypeError, LabError) as error:
+        raise LabError(f"{path} is not what `rkfac tune` writes ({error}); {REMEDY}.") from error
+    if written.workload != comparison.workload:
+        raise LabError(f"{path} was tuned on {written.workload}, not on {comparison.workload}; {REMEDY}.")
+    arguments = {name: written.chosen[name] for name in comparison.contenders if name in written.chosen}
+    if not arguments:
+        raise LabError(f"{path} chose nothing for {', '.join(comparison.contenders)}; {REMEDY}.")
+    for name, chosen in arguments.items():
+        for text in comparison.settings:
+            key = text.partition("=")[0].strip().removeprefix(f"{name}.")
+            if text.startswith(f"{name}.") and key in chosen:
+                raise LabError(f"--set {text} and {path} both decide {key} of {name}; leave one of the two away.")
+    return arguments
+
+
+def _round_robin(wanted: Mapping[str, Sequence[Setting]]) -> list[tuple[str, Setting]]:
+    """Everybody's first, then everybody's second..."""
+    longest = max(map(len, wanted.values()))
+    return [(name, mine[turn]) for turn in range(longest) for name, mine in wanted.items() if turn < len(mine)]
+
+
+def _job(comparison: Comparison, contender: str, setting: Setting, search: Search, folder: Path) -> Job:
+    arguments, name = {"lr": setting.lr}, f"lr{setting.lr:g}"
+    label = f"{contender} lr={setting.lr:g}"
+    if setting.decay is not None:
+        arguments["weight_decay"] = setting.decay
+        name, label = f"{name}-wd{setting.decay:g}", f"{label} decay={setting.decay:g}"
+    special: dict[str, Any] = {"label": label, "validation_share": search.validation_share}
+    if search.epochs is not None:
+        special["epochs"] = search.epochs
+    config = comparison.config(contender, SEED, arguments, **special)
+    return Job(config, folder / "tuning" / f"{slug(contender)}-{name}")
+
+
+def _require_ours(job: Job) -> None:
+    """Refuse a folder of other trials now: as a trial that failed it would only be a line in the table."""
+    target = RunFolder(job.folder)
+    if target.exists():
+        now = configuration.resolve(job.config)
+        identity.require_same_run(target, identity.recorded(target), now, resume=True)
+
+
+def _trial(contender: str, setting: Setting, config: RunConfig, run: Run | None, metric: str, message: str) -> Trial:
+    given = config.optimizer.arguments
     if run is None:
-        return Trial(contender, lr, None, "failed")
+        return Trial(contender, setting.lr, None, "failed", setting.decay, message=message, arguments=given)
     status = str(run.summary.get("status"))
-    value = run.epochs[-1].get(metric) if run.epochs and status == "finished" else None
-    return Trial(contender, lr, None if value is None else float(value), status)
+    last = run.epochs[-1] if run.epochs else {}
+    value = last.get(metric) if status == "finished" else None
+    return Trial(
+        contender,
+        setting.lr,
+        None if value is None else float(value),
+        status,
+        setting.decay,
+        steps=int(run.summary.get("steps") or 0),
+        cpu_seconds=last.get("cpu_seconds"),
+        arguments=given,
+    )
 
 
-def _cell(metric: str, trial: Trial, star: str) -> str:
-    return trial.status if trial.value is None else metric_value(metric, trial.value) + star
+def _epochs(comparison: Comparison, search: Search) -> int:
+    config = comparison.config(comparison.contenders[0], SEED)
+    return search.epochs or config.epochs or find(comparison.workload).epochs

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from rkfac_lab import cli, compare, jobs, record, table_text, tables, tuning
+from rkfac_lab import cli, compare, jobs, record, search, table_text, tables, tuning
 from rkfac_lab.comparison import Comparison, slug
 from rkfac_lab.errors import LabError
 
@@ -200,7 +200,7 @@ def test_where_nothing_could_run_the_reason_is_raised(tmp_path, trained):
 
 def test_folders_of_comparisons(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(LabError, match="no comparison of digits-mlp"):
+    with pytest.raises(LabError, match="no `rkfac compare` of digits-mlp"):
         compare.choose_folder(None, "digits-mlp", resume=True)
     for name in ("../../elsewhere", "**"):
         with pytest.raises(LabError, match="no workload"):
@@ -230,22 +230,27 @@ def test_time_left_uses_an_optimizers_own_times_once_it_has_some():
 def trials(mode, **values):
     rates = (0.01, 0.1, 1.0)
     made = [
-        tuning.Trial(name, lr, v, "finished") for name, vs in values.items() for lr, v in zip(rates, vs, strict=True)
+        search.Trial(name, lr, v, "finished", arguments={"lr": lr})
+        for name, vs in values.items()
+        for lr, v in zip(rates, vs, strict=True)
     ]
-    return tuning.Tuned("metric", mode, tuning.Grid(rates, 1), tuple(made))
+    return search.Tuned("digits-mlp", "metric", mode, 1, 0.2, tuple(made))
 
 
 def test_the_best_rate_is_chosen_in_the_metrics_direction():
     found = trials("max", sgd=(0.2, 0.9, 0.5), adamw=(0.8, 0.8, None), muon=(None, None, None))
-    assert found.chosen() == {"sgd": 0.1, "adamw": 0.01}  # of equals the smaller; nothing where nothing was measured
+    assert found.chosen() == {
+        "sgd": {"lr": 0.1},
+        "adamw": {"lr": 0.01},
+    }  # of equals the smaller; nothing where nothing was measured
     assert found.at_edge() == ["adamw"]
-    assert trials("min", sgd=(0.2, 0.9, 0.5)).chosen() == {"sgd": 0.01}
+    assert trials("min", sgd=(0.2, 0.9, 0.5)).chosen() == {"sgd": {"lr": 0.01}}
 
 
 def test_tuning_tries_the_same_rates_with_its_own_seed_and_the_comparison_uses_the_best(tmp_path, trained):
     comparison = Comparison(contenders=("sgd", "adamw"), seeds=1, common=SHORT)
-    grid = tuning.grid_for(comparison, tuning.rates("0.2,0.00001"), epochs=1)
-    compare.run(comparison, tmp_path, grid=grid, console=quiet())
+    short = tuning.in_passing(comparison, tuning.rates("0.2,0.00001"), epochs=1)
+    compare.run(comparison, tmp_path, search=short, console=quiet())
     written = json.loads((tmp_path / "tuning.json").read_text())
     assert [(t["contender"], t["lr"]) for t in written["trials"]] == [
         ("sgd", 1e-5),
@@ -257,30 +262,23 @@ def test_tuning_tries_the_same_rates_with_its_own_seed_and_the_comparison_uses_t
         run = record.load_run(tmp_path / "tuning" / f"{trial['contender']}-lr{trial['lr']:g}")
         assert (run.config["seed"], run.config["epochs"]) == (tuning.SEED, 1)
         assert run.epochs[-1]["validation_accuracy"] == trial["value"]
-    assert written["chosen"]["sgd"] == 0.2  # a hundred-thousandth cannot learn anything in one epoch
-    for name, lr in written["chosen"].items():
+    assert written["chosen"]["sgd"] == {"lr": 0.2}  # a hundred-thousandth cannot learn anything in one epoch
+    for name, chosen in written["chosen"].items():
         config = record.load_run(tmp_path / "runs" / f"{name}-seed0").config
-        assert config["optimizer"]["arguments"]["lr"] == lr
+        assert config["optimizer"]["arguments"]["lr"] == chosen["lr"]
         assert config["seed"] != tuning.SEED
 
 
 def test_a_learning_rate_schedule_and_tuning_exclude_each_other(tmp_path):
     comparison = Comparison("cifar10-vgg16bn", ("paper-k-fac",))
     with pytest.raises(LabError, match="schedule"):
-        tuning.tune(comparison, tuning.Grid((0.1,), 1), tmp_path, silent_display())
+        tuning.tune(comparison, tuning.Search(1, (0.1,)), tmp_path, silent_display())
 
 
 @pytest.mark.parametrize("text", ["1,b", "0", "-1", "nan"])
 def test_impossible_grids_are_refused(text):
     with pytest.raises(LabError, match="--grid"):
-        tuning.Grid(tuning.rates(text), 1)
-
-
-def test_tuning_table_stars_the_winner():
-    console = quiet()
-    console.print(tuning.to_rich(trials("max", sgd=(0.2, 0.9, None))))
-    line = next(line for line in console.file.getvalue().splitlines() if "sgd" in line)
-    assert line.split() == ["│", "sgd", "│", "0.2", "│", "0.9*", "│", "finished", "│"]
+        tuning.Search(1, tuning.rates(text))
 
 
 # --- the command
@@ -305,9 +303,9 @@ def test_display_says_each_ended_run_in_one_line():
     plan = Comparison(contenders=("sgd",), seeds=2).jobs(Path("nowhere"))
     display.start(plan)
     display.job(0)
-    display.done(make_run("sgd", accuracies=[0.5, 0.9125]), known=False)
+    display.done(0, make_run("sgd", accuracies=[0.5, 0.9125]), known=False)
     display.job(1)
-    display.failed("no [memory]")
+    display.failed(1, "no [memory]")
     display.stop()
     assert display.console.file.getvalue().splitlines() == [
         "[1/2] sgd, seed 0: finished, test accuracy 91.25% after 2.00 s of training",

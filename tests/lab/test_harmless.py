@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from rkfac_lab import config, jobs, plots, progress, table_text, tables, tuning
+from rkfac_lab import config, jobs, plots, progress, search, table_text, tables, tuning, tuning_text
 from rkfac_lab.cli import main
 from rkfac_lab.comparison import Comparison
 from rkfac_lab.errors import LabError
@@ -55,13 +55,15 @@ def test_nothing_on_the_terminal_steers_it():
     assert steers(printed(*table_text.to_rich(table))) == []
     assert steers("".join(table_text.notes(table))) == []
     assert steers(progress.describe_run(run)) == []
-    tuned = tuning.Tuned("m", "max", tuning.Grid((0.1,), 1), (tuning.Trial(STEERING, 0.1, 1.0, "finished"),))
-    assert steers(printed(tuning.to_rich(tuned))) == []
+    failed = search.Trial(STEERING, 0.1, None, STEERING, message=STEERING)
+    tuned = search.Tuned(STEERING, STEERING, "max", 1, 0.1, (failed, search.Trial("sgd", 0.1, 1.0, "finished")))
+    assert steers(printed(*tuning_text.to_rich(tuned))) == []
+    assert steers("".join(tuning_text.notes(tuned))) == []
     console = Console(file=io.StringIO(), width=200)
     display = jobs.Display(console)
     display.start(Comparison("digits-mlp", ("sgd",), 1, (f"label={tuning.json.dumps(STEERING)}",)).jobs(Path("x")))
     display.job(0)
-    display.failed(STEERING)
+    display.failed(0, STEERING)
     display.stop()
     assert steers(console.file.getvalue()) == []
     assert len(console.file.getvalue().splitlines()) == 1

@@ -1,0 +1,85 @@
+"""The trials of a tuning and what was chosen, for the terminal."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from rkfac_lab.harmless import visible
+from rkfac_lab.search import Region, Trial, Tuned
+from rkfac_lab.table_text import metric_name, metric_value
+
+
+def show(tuned: Tuned, console: Console) -> None:
+    """Print the tables and the notes, not narrower than they need to be where no terminal says how wide."""
+    wide = console if console.is_terminal else Console(file=console.file, width=max(console.width, 120))
+    for table in to_rich(tuned):
+        wide.print(table)
+    for note in notes(tuned):
+        console.print(note, soft_wrap=True, highlight=False, markup=False)
+
+
+def to_rich(tuned: Tuned) -> list[RichTable]:
+    """Every trial (the chosen ones have a star), then one row an optimizer with what became of it."""
+    return [_trials(tuned), _choice(tuned)]
+
+
+def notes(tuned: Tuned) -> list[str]:
+    """One line for each contender that more trials might serve better, and why the failed ones failed."""
+    edge = "did best at the edge of the rates tried; more trials or a wider --grid may serve it better."
+    nothing = "has no trial that ended well and keeps the workload's settings."
+    said = [f"{name} {edge}" for name in tuned.at_edge()]
+    said += [f"{name} {nothing}" for name in tuned.contenders() if tuned.best(name) is None]
+    why = dict.fromkeys((trial.contender, trial.message) for trial in tuned.trials if trial.message)
+    return [visible(text) for text in [*said, *(f"{name} failed: {message}" for name, message in why)]]
+
+
+def _trials(tuned: Tuned) -> RichTable:
+    epochs = f"{tuned.epochs} epoch{'s' * (tuned.epochs != 1)}"
+    title = f"{tuned.workload}: {metric_name(tuned.metric)} after {epochs} (* chosen)"
+    table = _table(title, ("optimizer", "lr", "weight decay", "result"))
+    for name in tuned.contenders():
+        best = tuned.best(name)
+        mine = sorted(tuned.of(name), key=lambda trial: (trial.decay is not None, trial.lr, trial.decay or 0.0))
+        for position, trial in enumerate(mine):
+            cells = [f"{trial.lr:g}", _number(tuned.decay(trial)), _result(tuned, trial) + "*" * (trial is best)]
+            table.add_row(Text(visible(name) if position == 0 else ""), *map(Text, cells))
+        table.add_section()
+    return table
+
+
+def _choice(tuned: Tuned) -> RichTable:
+    title = f"Chosen; good learning rates are {tuned.margin_text()}"
+    header = ("optimizer", "trials", "lr", "weight decay", "result", "at an edge", "good region", "decades")
+    table = _table(title, header)
+    for name in tuned.contenders():
+        best, region = tuned.best(name), tuned.good_region(name)
+        chosen = ["-", "-", "-", "-"]
+        if best is not None:
+            edge = "yes" if name in tuned.at_edge() else "no"
+            chosen = [f"{best.lr:g}", _number(tuned.decay(best)), _result(tuned, best), edge]
+        cells = [str(len(tuned.of(name))), *chosen, *_region(region)]
+        table.add_row(Text(visible(name)), *map(Text, cells))
+    return table
+
+
+def _table(title: str, header: tuple[str, ...]) -> RichTable:
+    table = RichTable(title=Text(visible(title)), title_justify="left")
+    for position, name in enumerate(header):
+        table.add_column(name, justify="right" if position else "left", no_wrap=position == 0)
+    return table
+
+
+def _result(tuned: Tuned, trial: Trial) -> str:
+    return visible(trial.status) if trial.value is None else metric_value(tuned.metric, trial.value)
+
+
+def _region(region: Region | None) -> tuple[str, str]:
+    if region is None:
+        return "-", "-"
+    return f"{region.low:g} to {region.high:g}", f"{'≥ ' * region.open}{region.decades:.1f}"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:g}"
