@@ -126,12 +126,12 @@ def _cost_cells(table: Table1) -> tuple[list[str], list[list[str]]]:
 
 
 def _ratio_title(table: Table1, reference: str | None) -> str:
-    return f"Divided by {reference or reference_label(table)} (below 1 is faster)"
+    return f"Times and steps divided by those of {reference or reference_label(table)} (below 1 is faster)"
 
 
 def _ratio_cells(table: Table1, reference: str | None) -> tuple[list[str], list[list[str]]]:
     values = [metric_value(target.metric, target.value) for target in table.targets]
-    header = ["optimizer", *(f"t({target_title(target)})" for target in table.targets), "t(epoch)"]
+    header = ["optimizer", *(f"t({value})" for value in values), "t(epoch)"]
     header += [f"{name}({value})" for name in ("steps", "CPU") for value in values]
     lines = [
         [ratio.label, *map(_share, (*ratio.targets, ratio.epoch_seconds, *ratio.steps, *ratio.cpu_seconds))]

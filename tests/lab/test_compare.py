@@ -137,7 +137,7 @@ def test_a_comparison_writes_table_curves_and_page_of_its_runs(tmp_path, trained
     best = [max(e["test_accuracy"] for e in run.epochs) for run in results.runs if run.summary["optimizer"] == "sgd"]
     assert float(rows[0]["best_test_accuracy_mean"]) == pytest.approx(sum(best) / 2)
     assert json.loads((tmp_path / "table.json").read_text())["reference"] == "sgd"
-    assert (tmp_path / "table.md").read_text().count("| adamw |") == 2
+    assert (tmp_path / "table.md").read_text().count("| adamw |") == 3
     assert "<svg" in (tmp_path / "curves.svg").read_text()
     assert "adamw" in (tmp_path / "report.html").read_text()
     said = console.file.getvalue()
