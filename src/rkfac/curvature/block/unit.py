@@ -32,6 +32,7 @@ class UnitBlock(Block):
         super().reset()
         like = torch.empty(0, dtype=statistics_dtype(self.weight), device=self.weight.device)
         self.factor = DenseFactor((self.weight.numel(), 1 + self.bias), self.settings.start, like)
+        self._prepared: tuple[tuple[int, float, torch.device], Tensor] | None = None
 
     @property
     def factors(self) -> Mapping[str, Factor[Any]]:
@@ -62,14 +63,21 @@ class UnitBlock(Block):
         request = self.settings.request(group, self.name, "unit", self.version, in_force)
         self.factor.adopt(self.factor.refresh(replace(request, strategy=Exact())))
 
+    def _inverse(self, group: Group) -> Tensor:
+        """The damped inverse blocks, made once for a basis and a damping."""
+        key = (self.version, float(group["damping"]), self.weight.device)
+        if self._prepared is None or self._prepared[0] != key:
+            low, damping = self.factor.low, self.settings.damping.unit(key[1], self.factor)
+            U = low.U.double()
+            self._prepared = (key, (U / (low.s + damping)[..., None, :]) @ U.mT)
+        return self._prepared[1]
+
     def direction(self, gradients: tuple[Tensor, ...], group: Group) -> Direction:
         """Small solves, all units at once and in float64."""
         with self.timed("apply"):
             self._follow()
-            low, damping = self.factor.low, self.settings.damping.unit(group["damping"], self.factor)
-            U = low.U.double()
-            stacked = torch.stack([g.flatten().double() for g in gradients], dim=-1)[..., None]  # (units, k, 1)
-            solved = (U @ ((U.mT @ stacked) / (low.s + damping)[..., None])).squeeze(-1)
+            stacked = torch.stack([g.flatten() for g in gradients], dim=-1).double()[..., None]  # (units, k, 1)
+            solved = (self._inverse(group) @ stacked).squeeze(-1)
             peak = solved.abs().amax()
             scale = torch.where(peak > 0, peak, torch.ones_like(peak))
             dtype = statistics_dtype(self.weight)
