@@ -38,7 +38,8 @@ class KFAC(CurvatureOptimizer):
                         (the preconditioner's own, as in the paper: momentum of the directions, decay apart from both)
       momentum*, nesterov*   as in torch's SGD; 0.9 and False if not given
       betas*, eps*      as in torch's AdamW, for graft or fallback "adamw"
-      weight_decay*     never preconditioned; as in torch's SGD or AdamW; from step `weight_decay_from`* on
+      weight_decay*     never preconditioned; as in torch's SGD (0 if not given) or AdamW (0.01); from step
+                        `weight_decay_from`* on
       damping*          [lambda] in units of `relative_to`: a factor's "mean" or "largest" (paper) eigenvalue; None: absolute
       damping_rule      "factored": l on each factor; "product": on the product spectrum; "pi": split by the trace ratio
       factor_decay*, factor_every*, inverse_every*   [rho, T_KU, T_KI]
@@ -83,9 +84,9 @@ class KFAC(CurvatureOptimizer):
         nesterov: bool = False,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
-        weight_decay: float = 0.0,
+        weight_decay: float | None = None,
         weight_decay_from: int = 0,
-        damping: float = 0.1,
+        damping: float = 1.0,
         damping_rule: Literal["factored", "product", "pi"] = "factored",
         relative_to: Literal["mean", "largest"] | None = "mean",
         factor_decay: float = 0.95,
@@ -93,17 +94,17 @@ class KFAC(CurvatureOptimizer):
         inverse_every: int = 50,
         factor_start: Literal["unbiased", "identity", "paper"] = "unbiased",
         eager_start: bool = True,
-        rank: int | Literal["auto"] = 220,
+        rank: int | Literal["auto"] = "auto",
         oversampling: int = 10,
         power_iterations: int = 1,
-        tail: Literal["zero", "trace"] = "zero",
+        tail: Literal["zero", "trace"] = "trace",
         warm_start: bool = True,
         update_clip: float | None = None,
         kl_clip: float | None = None,
         fisher: Literal["empirical", "mc"] = "empirical",
         likelihood: Literal["categorical", "gaussian", "bernoulli"] | Likelihood = "categorical",
         weight_sharing: Literal["expand", "reduce"] = "expand",
-        rows: int | None = None,
+        rows: int | None = 1024,
         loss_average: Literal["batch", "tokens", "sum"] = "batch",
         fallback: Literal["sgd", "adamw"] | None = None,
         fallback_scale: float = 1.0,
@@ -170,7 +171,7 @@ class KFAC(CurvatureOptimizer):
         defaults = {
             "lr": (1e-3 if graft == "adamw" else 0.1) if lr is None else lr,
             **numbers,
-            "weight_decay": weight_decay,
+            "weight_decay": (0.01 if graft == "adamw" else 0.0) if weight_decay is None else weight_decay,
             "weight_decay_from": weight_decay_from,
             "damping": damping,
             "factor_decay": factor_decay,
