@@ -96,7 +96,7 @@ def curves(runs: Sequence[Run], title: str | None = None) -> Figure:
     rows = [row for row in rows if any(_usable(epoch, row) for run in runs for epoch in run.epochs)]
     figure = _figure(11, 0.9 + 3.1 * max(len(rows), 1))
     grid = figure.subplots(max(len(rows), 1), 2, squeeze=False, sharey="row", sharex="col")
-    groups = group_by_label(runs)
+    groups, pairs = group_by_label(runs), promises(runs)
     for row, quantity in enumerate(rows):
         for column, against in enumerate(("step", "train_seconds")):
             axes = grid[row][column]
@@ -105,7 +105,7 @@ def curves(runs: Sequence[Run], title: str | None = None) -> Figure:
             if quantity == metric:
                 for target in targets_of(runs):
                     axes.axhline(target.value, color=INK, linewidth=0.8, linestyle=":", zorder=1)
-                for pair in promises(runs):
+                for pair in pairs:
                     _draw_arrival(axes, pair, ("steps", "seconds")[column], list(groups).index(pair.label))
         _scale_values(grid[row], quantity, [epoch.get(quantity) for run in runs for epoch in run.epochs])
         grid[row][0].set_ylabel(_axis_name(quantity))
@@ -113,7 +113,8 @@ def curves(runs: Sequence[Run], title: str | None = None) -> Figure:
     grid[-1][0].xaxis.set_major_locator(MaxNLocator(integer=True))
     grid[-1][1].set_xlabel("training time in seconds")
     _scale_seconds(grid[-1][1], runs)
-    figure.suptitle(plotted(title or _title(runs)), fontsize=12, color=INK)
+    arrows = "\narrows: from where the one it replaces was best to where K-FAC was as good" if pairs else ""
+    figure.suptitle(plotted(title or _title(runs)) + arrows, fontsize=12, color=INK)
     _legend(figure, grid[0][0], list(groups))
     return figure
 
