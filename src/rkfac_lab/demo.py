@@ -35,7 +35,7 @@ def run(
         if results.interrupted:
             return None
         found[workload] = promises(results.runs, results.failures)
-    for line in closing(found):
+    for line in (*closing(found), f"The curves and the pages are in {folder}."):
         console.print(line, soft_wrap=True, highlight=False, markup=False)
     return found
 

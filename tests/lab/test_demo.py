@@ -82,7 +82,8 @@ def test_every_workload_is_compared_and_every_pair_said(tmp_path, monkeypatch):
     for comparison, folder, again in asked:
         assert comparison.contenders == ("sgd", "rs-kfac+sgd", "adamw", "rs-kfac+adamw")
         assert (comparison.seeds, folder, again) == (2, tmp_path / comparison.workload, f"--out {tmp_path}")
-    *_, bad, good, verdict = console.file.getvalue().splitlines()
+    *_, bad, good, verdict, where = console.file.getvalue().splitlines()
+    assert where == f"The curves and the pages are in {tmp_path}."
     assert bad == (
         "digits-autoencoder: With sgd's own numbers rs-kfac never reached sgd's best test accuracy (90%) (0 of 1 seed)."
     )
@@ -122,7 +123,7 @@ def test_real_runs_end_in_the_verdict_and_leave_pictures(tmp_path, monkeypatch, 
     said = console.file.getvalue()
     assert str(tmp_path / "tiny" / "report.html") in said
     assert (tmp_path / "tiny" / "curves.png").stat().st_size > 0
-    assert said.splitlines()[-1] == demo.verdict(found[tiny])
+    assert said.splitlines()[-2] == demo.verdict(found[tiny])
 
 
 def test_folders_have_dates(tmp_path):
