@@ -2,7 +2,7 @@
 
 Figure 2 (`curves`): the metric and the losses against steps and against training seconds; the line is the median
 over seeds, the band goes from the smallest to the largest seed. A K-FAC in another's place has an arrow from where
-that one was best to where it was as good. Figure 1 is `spectra`, and `modes_against_width`
+that one was best to where it was as good, if every seed was. Figure 1 is `spectra`, and `modes_against_width`
 shows how many modes matter in layers of different width. `tuning` shows the trials of a search.
 """
 
@@ -96,7 +96,8 @@ def curves(runs: Sequence[Run], title: str | None = None) -> Figure:
     rows = [row for row in rows if any(_usable(epoch, row) for run in runs for epoch in run.epochs)]
     figure = _figure(11, 0.9 + 3.1 * max(len(rows), 1))
     grid = figure.subplots(max(len(rows), 1), 2, squeeze=False, sharey="row", sharex="col")
-    groups, pairs = group_by_label(runs), promises(runs)
+    groups = group_by_label(runs)
+    pairs = [pair for pair in promises(runs) if pair.reached == len(pair.arrivals)]  # a lucky seed is no story
     for row, quantity in enumerate(rows):
         for column, against in enumerate(("step", "train_seconds")):
             axes = grid[row][column]
@@ -113,7 +114,9 @@ def curves(runs: Sequence[Run], title: str | None = None) -> Figure:
     grid[-1][0].xaxis.set_major_locator(MaxNLocator(integer=True))
     grid[-1][1].set_xlabel("training time in seconds")
     _scale_seconds(grid[-1][1], runs)
-    arrows = "\narrows: from where the one it replaces was best to where K-FAC was as good" if pairs else ""
+    arrows = (
+        "\narrows: from where the one it replaces was best to where K-FAC was as good in every seed" if pairs else ""
+    )
     figure.suptitle(plotted(title or _title(runs)) + arrows, fontsize=12, color=INK)
     _legend(figure, grid[0][0], list(groups))
     return figure
@@ -269,13 +272,10 @@ def _draw_band(axes: Axes, data: Band, position: int) -> None:
 
 
 def _draw_arrival(axes: Axes, pair: Promise, measure: str, position: int) -> None:
-    """From where the baseline was best to where the K-FAC was as good, both as means over the seeds that arrived."""
-    there = [(arrival, arrival.kfac) for arrival in pair.arrivals if arrival.kfac is not None]
-    if not there:
-        return
-    height = np.mean([arrival.best for arrival, _ in there])
-    start = np.mean([getattr(arrival.baseline, measure) for arrival, _ in there])
-    end = np.mean([getattr(kfac, measure) for _, kfac in there])
+    """From where the baseline was best to where the K-FAC was as good, both as means over the seeds."""
+    height = np.mean([arrival.best for arrival in pair.arrivals])
+    start = np.mean([getattr(arrival.baseline, measure) for arrival in pair.arrivals])
+    end = np.mean([getattr(arrival.kfac, measure) for arrival in pair.arrivals])
     look: dict[str, Any] = {
         "arrowstyle": "-|>",
         "color": colour(position),

@@ -199,7 +199,7 @@ def test_text_from_runs_is_only_read():
     assert "a\\|b\\\\x1b\\[31m" in promise_text.to_markdown([pair])
 
 
-def test_the_picture_has_an_arrow_for_every_pair_that_arrived():
+def test_the_picture_has_an_arrow_for_every_pair_of_which_all_seeds_arrived():
     runs = [sgd(1, 5.0, 3.0, 2.0), kfac(1, 2.0, 1.0), sgd(2, 5.0, 3.0, 2.0), kfac(2, 3.0, 1.0)]
     steps, seconds, *losses = plots.curves(runs).axes
     [arrow] = steps.texts
@@ -208,5 +208,6 @@ def test_the_picture_has_an_arrow_for_every_pair_that_arrived():
     assert (arrow.xyann, arrow.xy) == ((3.0, 2.0), (1.5, 2.0))
     assert not any(len(axes.texts) for axes in losses)
     assert steps.get_lines()[0].get_xdata().tolist() == [6, 12, 18]
-    never = plots.curves([sgd(1, 2.0), kfac(1, 3.0)])
-    assert len(never.axes[0].texts) == 0
+    once = plots.curves([*runs, sgd(3, 0.5, 0.5, 0.5), kfac(3, 3.0, 3.0)])
+    assert len(once.axes[0].texts) == 0
+    assert "arrows" not in once.get_suptitle()
