@@ -272,10 +272,10 @@ def _draw_band(axes: Axes, data: Band, position: int) -> None:
 
 
 def _draw_arrival(axes: Axes, pair: Promise, measure: str, position: int) -> None:
-    """From where the baseline was best to where the K-FAC was as good, both as means over the seeds."""
-    height = np.mean([arrival.best for arrival in pair.arrivals])
-    start = np.mean([getattr(arrival.baseline, measure) for arrival in pair.arrivals])
-    end = np.mean([getattr(arrival.kfac, measure) for arrival in pair.arrivals])
+    """From where the baseline was best to where the K-FAC was as good, as medians over the seeds, as the curves are."""
+    height = np.median([arrival.best for arrival in pair.arrivals])
+    start = np.median([getattr(arrival.baseline, measure) for arrival in pair.arrivals])
+    end = np.median([getattr(arrival.kfac, measure) for arrival in pair.arrivals])
     look: dict[str, Any] = {
         "arrowstyle": "-|>",
         "color": colour(position),
