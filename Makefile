@@ -13,8 +13,8 @@ $(READY): pyproject.toml requirements/constraints.txt requirements/oracles.txt
 	$(BIN)/python -m pip install --quiet --no-deps -r requirements/oracles.txt
 	touch $(READY)
 
-demo: $(READY)  ## the main job: several optimizers on the embedded workload, table and page
-	$(BIN)/rkfac compare
+demo: $(READY)  ## rs-kfac in the place of SGD and AdamW on the embedded workloads: tables, sentences, curves, pages
+	$(BIN)/rkfac demo
 
 test: $(READY)  ## the whole test suite
 	$(BIN)/python -m pytest -n 2

@@ -175,6 +175,21 @@ def compare(
 
 
 @app.command()
+def demo(
+    seeds: Annotated[int, typer.Option(help="Runs of each optimizer.")] = 3,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the demonstration, continued if it is one; else a dated one in runs/."),
+    ] = None,
+) -> None:
+    """SGD and AdamW, and rs-kfac in the place of each with its numbers, on embedded data: does it arrive sooner?"""
+    from rkfac_lab import demo as demonstration
+
+    if demonstration.run(demonstration.choose_folder(out), seeds) is None:
+        raise typer.Exit(130)
+
+
+@app.command()
 def tune(
     workload: Annotated[
         str, typer.Argument(help="The problem; `rkfac data list` names the data each one needs.")

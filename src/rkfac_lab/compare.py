@@ -15,12 +15,26 @@ from typing import Any
 from rich.console import Console
 
 from rkfac_lab import config as configuration
-from rkfac_lab import disk, optimizers, places, plots, report, schedules, table_text, tables, train, tuning, tuning_text
+from rkfac_lab import (
+    disk,
+    optimizers,
+    places,
+    plots,
+    promise_text,
+    report,
+    schedules,
+    table_text,
+    tables,
+    train,
+    tuning,
+    tuning_text,
+)
 from rkfac_lab.comparison import Comparison
 from rkfac_lab.data import Sources
 from rkfac_lab.errors import LabError, unknown
 from rkfac_lab.jobs import Display, Results, run_all
 from rkfac_lab.lock import locked
+from rkfac_lab.promise import promises
 from rkfac_lab.record import CONFIG
 from rkfac_lab.workloads import find
 
@@ -47,10 +61,12 @@ def run(
     arguments: Mapping[str, Mapping[str, Any]] | None = None,
     reference: str | None = None,
     console: Console | None = None,
+    continued_by: str | None = None,
 ) -> Results:
     """Tune if there is a `search`, do all runs, print the table, write everything to `folder` and say where.
 
-    `arguments` were chosen before, by contender, and go over everything else.
+    `arguments` were chosen before, by contender, and go over everything else. `continued_by` are the options with which
+    the command goes on that was interrupted.
     """
     console = console or Console()
     labels = [comparison.config(name, 0).name for name in comparison.contenders]
@@ -62,7 +78,11 @@ def run(
     check(comparison, arguments)
     with locked(folder):
         disk.sweep(folder, WRITTEN)
-        return _run(comparison, folder, search, arguments or {}, reference, console)
+        results = _run(comparison, folder, search, arguments or {}, reference, console)
+    if results.interrupted:
+        again = continued_by or f"--resume --out {folder}"
+        console.print(f"Interrupted; the same command with {again} continues.", soft_wrap=True, markup=False)
+    return results
 
 
 def _run(
@@ -84,18 +104,22 @@ def _run(
     except KeyboardInterrupt:
         results = Results(interrupted=True)
     if results.runs:
-        table = tables.table1(results.runs, results.failures)
-        wide = console if console.is_terminal else Console(file=console.file, width=max(console.width, 140))
-        for part in table_text.to_rich(table, reference):
-            wide.print(part)
-        for note in table_text.notes(table):
-            console.print(note, soft_wrap=True, highlight=False, markup=False)
+        show(results, console, reference)
         console.print("The table, the curves and the page:")
         for path in write(results, folder, reference):
             console.print(f"  {path}", soft_wrap=True, highlight=False, markup=False)
-    if results.interrupted:
-        console.print(f"Interrupted; the same command with --resume --out {folder} continues.", soft_wrap=True)
     return results
+
+
+def show(results: Results, console: Console, reference: str | None = None) -> None:
+    """Print the tables, what there is to say about single rows, and what became of the promise."""
+    table = tables.table1(results.runs, results.failures)
+    pairs = promises(results.runs, results.failures)
+    wide = console if console.is_terminal else Console(file=console.file, width=max(console.width, 140))
+    for part in (*table_text.to_rich(table, reference), *promise_text.to_rich(pairs)):
+        wide.print(part)
+    for line in (*table_text.notes(table), *map(promise_text.sentence, pairs)):
+        console.print(line, soft_wrap=True, highlight=False, markup=False)
 
 
 def check(comparison: Comparison, arguments: Mapping[str, Mapping[str, Any]] | None = None) -> None:
@@ -128,10 +152,12 @@ def warm_up(comparison: Comparison) -> None:
 def write(results: Results, folder: Path, reference: str | None = None) -> list[Path]:
     """Write the table as Markdown, CSV and JSON, the curves and the page; returns the paths, the page last."""
     table = tables.table1(results.runs, results.failures)
+    pairs = promises(results.runs, results.failures)
+    numbers = {**table_text.to_json(table, reference), "promises": promise_text.to_json(pairs)}
     texts = {
-        "table.md": table_text.to_markdown(table, reference),
+        "table.md": table_text.to_markdown(table, reference) + promise_text.to_markdown(pairs),
         "table.csv": table_text.to_csv(table),
-        "table.json": json.dumps(table_text.to_json(table, reference), indent=2) + "\n",
+        "table.json": json.dumps(numbers, indent=2) + "\n",
     }
     for name, text in texts.items():
         disk.write_text(folder / name, text)

@@ -52,6 +52,12 @@ def grafted(name: str) -> tuple[str, str | None]:
     return own, other
 
 
+def takes_place_of(name: str) -> str | None:
+    """Whose place and numbers a K-FAC such as `rs-kfac+sgd` takes; None for every other name, known or not."""
+    _, _, other = name.partition("+")
+    return other if other in GRAFTS and is_kfac(name) else None
+
+
 def build(name: str, model: nn.Module, arguments: Mapping[str, Any], seed: int | None = None) -> torch.optim.Optimizer:
     """The optimizer called `name` for `model`; `seed` goes to rkfac's sketches unless `arguments` has one."""
     factory = _factory(name)

@@ -1,7 +1,8 @@
 """The paper's figures from runs and spectra, as PNG and SVG; nothing here needs a display.
 
-Figure 2 (`curves`): the metric and the losses against epochs and against training seconds; the line is the median
-over seeds, the band goes from the smallest to the largest seed. Figure 1 is `spectra`, and `modes_against_width`
+Figure 2 (`curves`): the metric and the losses against steps and against training seconds; the line is the median
+over seeds, the band goes from the smallest to the largest seed. A K-FAC in another's place has an arrow from where
+that one was best to where it was as good, if every seed was. Figure 1 is `spectra`, and `modes_against_width`
 shows how many modes matter in layers of different width. `tuning` shows the trials of a search.
 """
 
@@ -26,6 +27,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullForm
 
 from rkfac_lab import disk
 from rkfac_lab.harmless import plotted
+from rkfac_lab.promise import Promise, promises
 from rkfac_lab.table_text import metric_name
 from rkfac_lab.tables import group_by_label, main_metric, targets_of, workload_of
 
@@ -88,29 +90,34 @@ def abscissa(line: dict[str, Any], against: str) -> float:
 
 
 def curves(runs: Sequence[Run], title: str | None = None) -> Figure:
-    """Figure 2: metric, test loss and training loss (rows) against epochs and training seconds (columns)."""
+    """Figure 2: metric, test loss and training loss (rows) against steps and training seconds (columns)."""
     metric, _ = main_metric(runs)
     rows = [metric, *(loss for loss in ("test_loss", "train_loss") if loss != metric)]
     rows = [row for row in rows if any(_usable(epoch, row) for run in runs for epoch in run.epochs)]
     figure = _figure(11, 0.9 + 3.1 * max(len(rows), 1))
     grid = figure.subplots(max(len(rows), 1), 2, squeeze=False, sharey="row", sharex="col")
     groups = group_by_label(runs)
+    pairs = [pair for pair in promises(runs) if pair.reached == len(pair.arrivals)]  # a lucky seed is no story
     for row, quantity in enumerate(rows):
-        for column, against in enumerate(("epoch", "train_seconds")):
+        for column, against in enumerate(("step", "train_seconds")):
             axes = grid[row][column]
             for position, members in enumerate(groups.values()):
                 _draw_band(axes, band(members, quantity, against), position)
             if quantity == metric:
                 for target in targets_of(runs):
                     axes.axhline(target.value, color=INK, linewidth=0.8, linestyle=":", zorder=1)
+                for pair in pairs:
+                    _draw_arrival(axes, pair, ("steps", "seconds")[column], list(groups).index(pair.label))
         _scale_values(grid[row], quantity, [epoch.get(quantity) for run in runs for epoch in run.epochs])
         grid[row][0].set_ylabel(_axis_name(quantity))
-    grid[-1][0].set_xlabel("epoch")
-    longest = max((abscissa(line, "epoch") for run in runs for line in run.epochs), default=0.0)
-    grid[-1][0].xaxis.set_major_locator(MaxNLocator(integer=longest > 2))  # few epochs are measured inside
+    grid[-1][0].set_xlabel("step")
+    grid[-1][0].xaxis.set_major_locator(MaxNLocator(integer=True))
     grid[-1][1].set_xlabel("training time in seconds")
     _scale_seconds(grid[-1][1], runs)
-    figure.suptitle(plotted(title or _title(runs)), fontsize=12, color=INK)
+    arrows = (
+        "\narrows: from where the one it replaces was best to where K-FAC was as good in every seed" if pairs else ""
+    )
+    figure.suptitle(plotted(title or _title(runs)) + arrows, fontsize=12, color=INK)
     _legend(figure, grid[0][0], list(groups))
     return figure
 
@@ -262,6 +269,22 @@ def _draw_band(axes: Axes, data: Band, position: int) -> None:
     axes.plot(data.x, data.middle, zorder=3, **line, **lonely)
     if (data.high > data.low).any():
         axes.fill_between(data.x, data.low, data.high, color=shade, alpha=0.15, linewidth=0, zorder=2)
+
+
+def _draw_arrival(axes: Axes, pair: Promise, measure: str, position: int) -> None:
+    """From where the baseline was best to where the K-FAC was as good, as medians over the seeds, as the curves are."""
+    height = np.median([arrival.best for arrival in pair.arrivals])
+    start = np.median([getattr(arrival.baseline, measure) for arrival in pair.arrivals])
+    end = np.median([getattr(arrival.kfac, measure) for arrival in pair.arrivals])
+    look: dict[str, Any] = {
+        "arrowstyle": "-|>",
+        "color": colour(position),
+        "linewidth": 1.4,
+        "shrinkA": 0,
+        "shrinkB": 0,
+    }
+    axes.plot([start], [height], color=colour(position), marker="|", markersize=9, markeredgewidth=1.4, zorder=4)
+    axes.annotate("", xy=(end, height), xytext=(start, height), arrowprops=look, zorder=4)
 
 
 def _decorate_spectrum(axes: Axes, history: FactorHistory, logarithmic: bool) -> None:

@@ -19,9 +19,10 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from rkfac_lab import disk, plots, record, table_text, tables
+from rkfac_lab import disk, plots, promise_text, record, table_text, tables
 from rkfac_lab.errors import LabError
 from rkfac_lab.metrics import ends_whole
+from rkfac_lab.promise import promises
 from rkfac_lab.record import Run
 
 SCRIPTS = ("dom.js", "chart.js", "cursor.js", "page.js", "layers.js")
@@ -114,6 +115,7 @@ def _group(workload: str, runs: Sequence[Run], failures: Sequence[tables.Failure
         "machines": _machines(runs),
         "optimizers": optimizers,
         "table": table_text.to_json(tables.table1(runs, failures)),
+        "promises": promise_text.to_json(promises(runs, failures)),
         "runs": [_run(run, metrics) for run in runs],
     }
 

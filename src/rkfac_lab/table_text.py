@@ -35,23 +35,23 @@ def metric_value(metric: str, value: float) -> str:
 
 def to_markdown(table: Table1, reference: str | None = None) -> str:
     """The table and the ratios as GitHub-flavoured Markdown."""
-    parts = [_markdown(*_cells(table))]
+    parts = [as_markdown(*_cells(table))]
     if table.targets:
-        parts += [f"{COSTS}:", _markdown(*_cost_cells(table))]
+        parts += [f"{COSTS}:", as_markdown(*_cost_cells(table))]
     if len(table.rows) > 1:
         parts.append(f"{markdown(_ratio_title(table, reference))}:")
-        parts.append(_markdown(*_ratio_cells(table, reference)))
+        parts.append(as_markdown(*_ratio_cells(table, reference)))
     return "\n\n".join(parts) + "\n"
 
 
 def to_rich(table: Table1, reference: str | None = None) -> list[RichTable]:
     """The table and the ratios for the terminal; `notes` has what there is to say about single rows."""
     bare = replace(table, rows=tuple(replace(row, notes="") for row in table.rows))
-    tables = [_rich(f"{table.workload}: mean ± standard deviation over the runs, times in seconds", *_cells(bare))]
+    tables = [as_rich(f"{table.workload}: mean ± standard deviation over the runs, times in seconds", *_cells(bare))]
     if table.targets:
-        tables.append(_rich(COSTS, *_cost_cells(table)))
+        tables.append(as_rich(COSTS, *_cost_cells(table)))
     if len(table.rows) > 1:
-        tables.append(_rich(_ratio_title(table, reference), *_ratio_cells(table, reference)))
+        tables.append(as_rich(_ratio_title(table, reference), *_ratio_cells(table, reference)))
     return tables
 
 
@@ -166,7 +166,9 @@ def _best(metric: str, value: Spread | None) -> str:
     return _fixed(Spread(100 * value.mean, None if value.std is None else 100 * value.std, value.count), 2) + "%"
 
 
-def _markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+def as_markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A table as GitHub-flavoured Markdown; text from runs is made harmless here."""
+
     def join(cells: Iterable[str]) -> str:
         return "| " + " | ".join(map(markdown, cells)) + " |"
 
@@ -174,7 +176,8 @@ def _markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     return "\n".join([join(header), f"|{'|'.join(rule)}|", *(join(line) for line in lines)])
 
 
-def _rich(title: str, header: Sequence[str], lines: Sequence[Sequence[str]]) -> RichTable:
+def as_rich(title: str, header: Sequence[str], lines: Sequence[Sequence[str]]) -> RichTable:
+    """A table for the terminal; text from runs is made harmless here."""
     table = RichTable(title=Text(visible(title)), title_justify="left")
     for position, name in enumerate(header):
         left = position == 0 or name == "notes"

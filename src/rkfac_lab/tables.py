@@ -112,7 +112,8 @@ def label_of(run: Run) -> str:
     return str(summary.get("label") or summary.get("optimizer") or config.get("label") or config["optimizer"]["name"])
 
 
-def _optimizer_of(run: Run) -> str:
+def optimizer_of(run: Run) -> str:
+    """The name of the optimizer a run is of, whatever its label."""
     return str(run.summary.get("optimizer") or run.config["optimizer"]["name"])
 
 
@@ -218,7 +219,7 @@ def _row(
     count = len(runs) + len(failed)
     return Row(
         label=label,
-        baseline=bool(runs) and not any(is_kfac(_optimizer_of(run)) for run in runs),
+        baseline=bool(runs) and not any(is_kfac(optimizer_of(run)) for run in runs),
         runs=count,
         targets=tuple(_target_result(target, runs, count) for target in targets),
         epoch_seconds=spread(_epoch_seconds(runs)),

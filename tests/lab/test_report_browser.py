@@ -313,6 +313,15 @@ def test_the_policy_stops_a_script_that_got_in(browser: webdriver.Chrome, tmp_pa
     assert "Content Security Policy" in browser.get_log("browser")[0]["message"]
 
 
+def test_what_became_of_the_promise_stands_at_the_top(show: Show) -> None:
+    page = show([make_run("sgd", accuracies=(0.5, 0.9)), make_run("rs-kfac+sgd", accuracies=(0.9, 0.9))])
+    assert page.texts("#promises li") == [
+        "With sgd's own numbers rs-kfac reached sgd's best test accuracy (90%) after 0.50 of its steps "
+        "and 0.50 of its seconds (1 of 1 seed)."
+    ]
+    assert show(comparison()).texts("#promises li") == []
+
+
 def test_several_workloads_are_chosen_between(show: Show) -> None:
     autoencoder = make_run(
         "adamw", metric="test_error", mode="min", accuracies=(14, 9), targets=(10,), workload="autoencoder"

@@ -47,6 +47,7 @@ function drawHeader() {
   const remarks = runs.flatMap((run) => run.remarks.map((remark) => `${run.name}: ${remark}`));
   if (machines.length > 1) remarks.unshift("These runs come from different machines, thread counts or versions: their seconds do not compare.");
   byId("warnings").replaceChildren(...remarks.map((remark) => element("li", {}, remark)));
+  byId("promises").replaceChildren(...group().promises.map((promise) => element("li", {}, promise.sentence)));
   byId("highlights").replaceChildren(...highlights(group().table));
   byId("facts").replaceChildren(...machines.flatMap(machineFacts));
   byId("made").replaceChildren(`Page made ${data.created} by rkfac ${data.version}.`);
