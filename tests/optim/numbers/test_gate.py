@@ -19,7 +19,7 @@ from optim.numbers.injections import SOLVERS, STATISTICS, TARGET, UPDATES, asser
 from optim.problems import assert_moved, parameters, reader, same, sentences, step, twin
 
 Build = Callable[..., rkfac.KFAC]
-EVERY: dict[str, Any] = {"factor_every": 1, "inverse_every": 1}
+EVERY: dict[str, Any] = {"factor_every": 1, "inverse_every": 1, "update_clip": 0.07}
 MODES: list[dict[str, Any]] = [{"momentum": 0.0, "fallback": "sgd"}, {"momentum": 0.9, "fallback": "adamw"}]
 
 
