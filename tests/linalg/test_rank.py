@@ -103,7 +103,7 @@ def test_adaptive_rank_knows_the_tail() -> None:
     without = linalg.adaptive(X, damping, first_rank=4, power_iterations=4)
     low = linalg.adaptive(X, damping, first_rank=4, power_iterations=4, tail="trace")
     needed = linalg.sufficient_rank(values, damping * float(values[0]), trace=float(X.trace()), d=120)
-    assert abs(low.rank - needed) <= 1
+    assert abs(low.rank - needed) <= 2
     assert low.rank < 20 < 100 < without.rank
     assert float(low.tail) == pytest.approx(0.05, rel=0.2)
 

@@ -126,7 +126,9 @@ def test_the_damping_in_force_is_the_closed_form(rule: str, relative_to: Any, ma
 @pytest.mark.parametrize("tail", ["zero", "trace"])
 def test_the_mean_is_that_of_the_average_whatever_a_sketch_keeps_of_it(tail: Any) -> None:
     model = mlp()
-    optimizer = stated.RSKFAC(model, relative_to="mean", rank=2, oversampling=1, tail=tail, **{**EVERY, "inverse_every": 1})
+    optimizer = stated.RSKFAC(
+        model, relative_to="mean", rank=2, oversampling=1, tail=tail, **{**EVERY, "inverse_every": 1}
+    )
     train(model, optimizer, [rows() for _ in range(3)])
     for record in optimizer.report():
         A = averages(optimizer)[f"{record.name}.input"]
@@ -141,7 +143,9 @@ def test_a_dead_layer_stands_still_and_wakes_up(rule: str, graft: Any, relative_
     """A factor of zero has no size: nothing is divided by it, and nothing stays of it."""
     model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4)).double()
     with torch.no_grad():
-        model[0].bias.fill_(-100)  # no unit fires: the first layer has no gradients, the second no inputs but its bias's
+        model[0].bias.fill_(
+            -100
+        )  # no unit fires: the first layer has no gradients, the second no inputs but its bias's
     settings: dict[str, Any] = {**EVERY, "graft": graft, "relative_to": relative_to, "damping_rule": rule}
     settings |= {"rank": 2, "oversampling": 1} if sketched else {}
     optimizer = (stated.RSKFAC if sketched else stated.KFAC)(model, lr=0.01, **settings)

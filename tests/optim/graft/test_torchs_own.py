@@ -208,7 +208,9 @@ def test_nesterov_without_momentum_is_refused() -> None:
     assert all(torch.equal(p, start[name]) for name, p in parameters(model).items())
 
 
-@pytest.mark.parametrize("graft, lr, keys", [("sgd", 0.1, {"momentum"}), (None, 0.1, {"momentum"}), ("adamw", 1e-3, {"betas"})])
+@pytest.mark.parametrize(
+    "graft, lr, keys", [("sgd", 0.1, {"momentum"}), (None, 0.1, {"momentum"}), ("adamw", 1e-3, {"betas"})]
+)
 def test_every_graft_has_its_learning_rate_and_only_its_own_numbers(graft: Any, lr: float, keys: set[str]) -> None:
     """torch's schedulers look at names: a momentum that nobody reads would be turned in the betas' place."""
     optimizer = rkfac.KFAC(mlp(), graft=graft)

@@ -51,7 +51,9 @@ def test_a_layer_without_a_basis_takes_torchs_step_and_later_one_of_its_length(
     graft: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = mlp()
-    optimizer = stated.KFAC(model, lr=0.05, graft=graft, max_failures=100, fallback_scale=0.3, **NUMBERS[graft], **EVERY)
+    optimizer = stated.KFAC(
+        model, lr=0.05, graft=graft, max_failures=100, fallback_scale=0.3, **NUMBERS[graft], **EVERY
+    )
     shadow = [nn.Parameter(p.detach().clone()) for p in model[2].parameters()]
     plain = TORCH[graft](shadow, lr=0.05, **NUMBERS[graft])
     start = parameters(model)

@@ -50,9 +50,14 @@ def test_masking_turns_anything_into_zero() -> None:
 
 
 @pytest.mark.usefixtures("_elsewhere")
-def test_a_step_without_statistics_reads_nothing_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("graft, fallback", [("sgd", "adamw"), ("adamw", "sgd"), (None, "adamw")])
+def test_a_step_without_statistics_reads_nothing_from_the_device(
+    graft: Any, fallback: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = reader(torch.float32)
-    optimizer = stated.RSKFAC(model, momentum=0.9, fallback="adamw", factor_every=10, inverse_every=10, rank=3)
+    optimizer = stated.RSKFAC(
+        model, lr=0.1, graft=graft, momentum=0.9, fallback=fallback, factor_every=10, inverse_every=10, rank=3
+    )
     step(model, optimizer, sentences())
     start = parameters(model)
     optimizer.zero_grad()
@@ -74,7 +79,9 @@ def test_a_step_without_statistics_reads_nothing_from_the_device(monkeypatch: py
 def test_a_refused_update_becomes_zero_and_is_named_at_the_next_statistics(stage: str) -> None:
     model = reader(torch.float32)
     other = twin(model)
-    optimizer, healthy = (stated.RSKFAC(m, factor_every=1, inverse_every=1, rank=3) for m in (model, other))
+    optimizer, healthy = (
+        stated.RSKFAC(m, factor_every=1, inverse_every=1, rank=3, update_clip=0.07) for m in (model, other)
+    )
     batches = [sentences() for _ in range(3)]
     for m, o in ((model, optimizer), (other, healthy)):
         step(m, o, batches[0])

@@ -133,7 +133,16 @@ def test_a_deep_sigmoid_net_trains(name: str) -> None:
     """Its first gradients are 24 layers of sigmoids away from the loss: 1e-20 and less."""
     model = nn.Sequential(*(m for _ in range(24) for m in (nn.Linear(16, 16), nn.Sigmoid())))
     x, y = torch.randn(32, 16), torch.rand(32, 16)
-    optimizer = SKETCHED[name](model, lr=0.1, factor_every=1, inverse_every=50, factor_start="unbiased")
+    optimizer = SKETCHED[name](
+        model,
+        lr=0.1,
+        graft=None,
+        momentum=0.0,
+        update_clip=0.07,
+        factor_every=1,
+        inverse_every=50,
+        factor_start="unbiased",
+    )
     losses = []
     with warnings.catch_warnings():
         warnings.simplefilter("error")
