@@ -142,12 +142,19 @@ def test_the_kl_clip_bounds_the_quadratic_form_over_all_layers(bound: float, upd
         torch.testing.assert_close(value, start[name] - lr * nu * S[name], rtol=1e-8, atol=1e-11)
 
 
+@pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("decay_from", [0, 2])
-def test_momentum_and_decoupled_decay_against_the_formula(decay_from: int) -> None:
-    """m <- mu m + S;  theta <- (1 - lr w) theta - lr m, the decay from its step on, in no buffer."""
+def test_momentum_and_decoupled_decay_against_the_formula(decay_from: int, nesterov: bool) -> None:
+    """m <- mu m + S;  theta <- (1 - lr w) theta - lr m (or S + mu m), the decay from its step on, in no buffer."""
     model, lr, mu, w = mlp(), 0.2, 0.8, 0.1
     optimizer = stated.KFAC(
-        model, lr=lr, damping=0.1, **{**FRESH, "momentum": mu}, weight_decay=w, weight_decay_from=decay_from
+        model,
+        lr=lr,
+        damping=0.1,
+        nesterov=nesterov,
+        **{**FRESH, "momentum": mu},
+        weight_decay=w,
+        weight_decay_from=decay_from,
     )
     layers = ("0", "2", "4")
     theta = {layer: joined(parameters(model), layer) for layer in layers}
@@ -155,8 +162,10 @@ def test_momentum_and_decoupled_decay_against_the_formula(decay_from: int) -> No
     for k in range(4):
         step(model, optimizer, rows())
         for layer in layers:
-            buffers[layer] = mu * buffers[layer] + dense_direction(optimizer, model, layer, 0.1)
-            theta[layer] = (1 - lr * w * (k >= decay_from)) * theta[layer] - lr * buffers[layer]
+            S = dense_direction(optimizer, model, layer, 0.1)
+            buffers[layer] = mu * buffers[layer] + S
+            ahead = S + mu * buffers[layer] if nesterov else buffers[layer]
+            theta[layer] = (1 - lr * w * (k >= decay_from)) * theta[layer] - lr * ahead
             torch.testing.assert_close(joined(parameters(model), layer), theta[layer], rtol=1e-7, atol=1e-9)
 
 
