@@ -73,10 +73,16 @@ def losses(y: Tensor) -> Tensor:
 
 
 def kfac(model: nn.Module, **keywords: Any) -> rkfac.KFAC:
-    """K-FAC that moves no parameter and takes statistics at every step."""
+    """The paper's K-FAC, but that it moves no parameter, takes statistics at every step and keeps every layer."""
     fixed = {
         "lr": 0.0,
+        "graft": None,
         "momentum": 0.0,
+        "relative_to": "largest",
+        "damping_rule": "factored",
+        "eager_start": False,
+        "rows": None,
+        "exclude": (),
         "kl_clip": None,
         "update_clip": None,
         "factor_start": "unbiased",

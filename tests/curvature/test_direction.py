@@ -63,7 +63,9 @@ def curved(optimizer: rkfac.KFAC, name: str, change: tuple[Tensor, ...]) -> Tens
 def applied(optimizer: rkfac.KFAC, name: str) -> tuple[Tensor, ...]:
     """S as the optimizer applies it, one tensor of the parameter's shape each."""
     parts = tuple(torch.zeros_like(p).detach() for p in block_of(optimizer, name).parameters)
-    made(optimizer, name).add_to(parts)
+    direction = made(optimizer, name)
+    for index, part in enumerate(parts):
+        direction.add_to(index, part)
     return parts
 
 

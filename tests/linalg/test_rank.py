@@ -43,6 +43,71 @@ def test_sufficient_rank_counts_modes_above_the_stated_share() -> None:
         linalg.sufficient_rank(s, 0.1, share=1.5)
 
 
+def spectrum(seed: int, kind: str, d: int) -> torch.Tensor:
+    """Descending eigenvalues of size one: spread evenly, decaying, with a gap, or nearly flat."""
+    g = torch.Generator().manual_seed(seed)
+    u = torch.rand(d, dtype=torch.float64, generator=g)
+    decay = torch.exp(-0.6 * float(u[0]) * torch.arange(d, dtype=torch.float64))
+    made = {"even": u, "decaying": decay, "gap": (u > 0.6) + 0.1 * u, "flat": 1 + 1e-3 * u}[kind]
+    return made.sort(descending=True).values
+
+
+@given(
+    seed=st.integers(0, 1000),
+    kind=st.sampled_from(["even", "decaying", "gap", "flat"]),
+    d=st.integers(2, 40),
+    damping=st.floats(1e-3, 1.0),
+    share=st.sampled_from([0.05, 0.1, 0.3]),
+)
+def test_with_a_tail_no_discarded_mode_is_inverted_too_much_by_more_than_the_share(
+    seed: int, kind: str, d: int, damping: float, share: float
+) -> None:
+    """(X_r + l)^-1 - (X + l)^-1 <= share / (t + l) in every direction; modes below the tail are damped more, not less."""
+    s = spectrum(seed, kind, d)
+    rank = linalg.sufficient_rank(s, damping, share, trace=float(s.sum()), d=d)
+    assert rank <= linalg.sufficient_rank(s, damping, share)
+    Q = torch.linalg.qr(torch.randn(d, d, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))).Q
+    eye = torch.eye(d, dtype=torch.float64)
+
+    def excess(rank: int) -> float:
+        """Largest eigenvalue of the difference of inverses, in units of the inverse of tail and damping."""
+        tail = float(s[rank:].mean())
+        kept = Q[:, :rank]
+        X_r = kept @ torch.diag(s[:rank]) @ kept.T + tail * (eye - kept @ kept.T)
+        X = Q @ torch.diag(s) @ Q.T
+        difference = torch.linalg.inv(X_r + damping * eye) - torch.linalg.inv(X + damping * eye)
+        return float(torch.linalg.eigvalsh((difference + difference.T) / 2)[-1]) * (tail + damping)
+
+    forced = rank == 1 and excess(0) <= share  # no mode is needed, and one is kept all the same
+    if rank < d and not forced:
+        assert excess(rank) <= share + 1e-9
+    if rank > 1:
+        assert excess(rank - 1) > share - 1e-9, "one mode less would have done"
+
+
+def test_a_tail_makes_a_flat_spectrum_cheap_and_a_steep_one_no_dearer() -> None:
+    flat, steep = torch.full((50,), 0.7, dtype=torch.float64), 0.5 ** torch.arange(50, dtype=torch.float64)
+    assert linalg.sufficient_rank(flat, 0.01) == 50
+    assert linalg.sufficient_rank(flat, 0.01, trace=35.0, d=50) == 1
+    assert linalg.sufficient_rank(steep, 0.01, trace=float(steep.sum()), d=50) <= linalg.sufficient_rank(steep, 0.01)
+    # A sketch knows the first values only, and the trace: the rest of a matrix of 500 is flat at 0.1.
+    seen = torch.tensor([5.0, 3.0, 0.12, 0.11, 0.1], dtype=torch.float64)
+    assert linalg.sufficient_rank(seen, 0.1, trace=8.0 + 498 * 0.1, d=500) == 2
+    assert linalg.sufficient_rank(seen, 0.1) == 5
+
+
+def test_adaptive_rank_knows_the_tail() -> None:
+    X = psd(120, decay=0.6) + 0.05 * torch.eye(120, dtype=torch.float64)
+    values = torch.linalg.eigvalsh(X).flip(-1)
+    damping = 0.01
+    without = linalg.adaptive(X, damping, first_rank=4, power_iterations=4)
+    low = linalg.adaptive(X, damping, first_rank=4, power_iterations=4, tail="trace")
+    needed = linalg.sufficient_rank(values, damping * float(values[0]), trace=float(X.trace()), d=120)
+    assert abs(low.rank - needed) <= 2
+    assert low.rank < 20 < 100 < without.rank
+    assert float(low.tail) == pytest.approx(0.05, rel=0.2)
+
+
 def test_adaptive_rank_grows_until_the_discarded_modes_are_small_and_shrinks_again() -> None:
     wide, narrow = psd(150, decay=0.97), psd(150, decay=0.8)
     damping = 0.1

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import rkfac
+from optim import stated
 from optim.problems import averages
 
 # Ranks far below the layers' widths, so that the sketches really truncate.
@@ -32,14 +33,23 @@ class Enrolled:
         return self.make(*args, **keywords)
 
 
+def _adamw_length(model: Any, *args: Any, momentum: float | None = None, **keywords: Any) -> Any:
+    """AdamW's momentum is one of its betas: the suite's own goes to the only rule that has one, a fallback to SGD."""
+    if keywords.get("fallback") == "sgd":
+        keywords["momentum"] = momentum
+    return stated.RSKFAC(model, *args, **{"graft": "adamw", **SMALL, **keywords})
+
+
 OPTIMIZERS: dict[str, Enrolled] = {
-    "KFAC": Enrolled(rkfac.KFAC, lacks=frozenset({"rank"})),
-    "RSKFAC": Enrolled(partial(rkfac.RSKFAC, **SMALL)),
-    "SREKFAC": Enrolled(partial(rkfac.SREKFAC, **SMALL)),
-    "KFAC-Nystrom": Enrolled(partial(rkfac.KFAC, decomposition=rkfac.Nystrom(), **SMALL)),
+    "KFAC": Enrolled(stated.KFAC, lacks=frozenset({"rank"})),
+    "RSKFAC": Enrolled(partial(stated.RSKFAC, **SMALL)),
+    "SREKFAC": Enrolled(partial(stated.SREKFAC, **SMALL)),
+    "KFAC-Nystrom": Enrolled(partial(stated.KFAC, decomposition=rkfac.Nystrom(), **SMALL)),
     "KFAC-Auto": Enrolled(
-        partial(rkfac.KFAC, decomposition=rkfac.Auto(exact_up_to=4, large=rkfac.Nystrom(warm_start=True)), **SMALL)
+        partial(stated.KFAC, decomposition=rkfac.Auto(exact_up_to=4, large=rkfac.Nystrom(warm_start=True)), **SMALL)
     ),
-    "RSKFAC-auto-rank": Enrolled(partial(rkfac.RSKFAC, rank="auto", oversampling=1)),
+    "RSKFAC-auto-rank": Enrolled(partial(stated.RSKFAC, rank="auto", oversampling=1)),
+    "graft-adamw": Enrolled(_adamw_length, lacks=frozenset({"momentum"})),
+    "own-length": Enrolled(partial(stated.RSKFAC, graft=None, **SMALL)),
     "paper": Enrolled(partial(rkfac.RSKFAC, **{**rkfac.paper_defaults(), **SMALL})),
 }

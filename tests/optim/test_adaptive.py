@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import rkfac
+from optim import stated
 from optim.problems import assert_same_parameters, mlp, parameters, rows, twin, updates
 
 
@@ -47,7 +48,7 @@ def closure_for(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor, sign: fl
     return closure
 
 
-SETTINGS: dict[str, Any] = {"momentum": 0.0, "kl_clip": None, "factor_every": 1, "inverse_every": 1}
+SETTINGS: dict[str, Any] = {"graft": None, "momentum": 0.0, "kl_clip": None, "factor_every": 1, "inverse_every": 1}
 SETTINGS |= {"relative_to": None, "factor_start": "unbiased", "lr": 1.0, "update_clip": None}
 
 
@@ -55,7 +56,7 @@ SETTINGS |= {"relative_to": None, "factor_start": "unbiased", "lr": 1.0, "update
 def test_an_exact_model_predicts_the_change_and_the_damping_falls(rule: str) -> None:
     model, x, y = regression(1.0)
     rule_of_thumb = recorder(every=1, factor=0.9)
-    optimizer = rkfac.KFAC(model, damping=1e-4, damping_rule=rule, adaptive_damping=rule_of_thumb, **SETTINGS)
+    optimizer = stated.KFAC(model, damping=1e-4, damping_rule=rule, adaptive_damping=rule_of_thumb, **SETTINGS)
     optimizer.step(closure_for(model, optimizer, x, y))
     ((actual, predicted),) = rule_of_thumb.asked
     assert actual < 0
@@ -67,7 +68,7 @@ def test_an_overconfident_model_raises_the_damping() -> None:
     """Residuals of 0.1 make the empirical Fisher a hundred times too small, so the step overshoots."""
     model, x, y = regression(0.1)
     rule = recorder(every=1, factor=0.9)
-    optimizer = rkfac.KFAC(model, damping=1e-6, damping_rule="product", adaptive_damping=rule, **SETTINGS)
+    optimizer = stated.KFAC(model, damping=1e-6, damping_rule="product", adaptive_damping=rule, **SETTINGS)
     optimizer.step(closure_for(model, optimizer, x, y))
     ((actual, predicted),) = rule.asked
     assert predicted < 0 < actual
@@ -76,7 +77,7 @@ def test_an_overconfident_model_raises_the_damping() -> None:
 
 def test_the_damping_moves_only_every_so_often_and_by_that_power() -> None:
     model, x, y = regression(1.0)
-    optimizer = rkfac.KFAC(
+    optimizer = stated.KFAC(
         model, damping=0.1, adaptive_damping=rkfac.LevenbergMarquardt(every=3, factor=0.8), **{**SETTINGS, "lr": 0.01}
     )
     seen = []
@@ -93,8 +94,8 @@ def test_maximising_adapts_like_minimising_the_negated_loss() -> None:
     model, x, y = regression(0.7)
     other = twin(model)
     rules = recorder(every=1), recorder(every=1)
-    up = rkfac.KFAC(model, maximize=True, adaptive_damping=rules[0], **SETTINGS)
-    down = rkfac.KFAC(other, adaptive_damping=rules[1], **SETTINGS)
+    up = stated.KFAC(model, maximize=True, adaptive_damping=rules[0], **SETTINGS)
+    down = stated.KFAC(other, adaptive_damping=rules[1], **SETTINGS)
     for _ in range(3):
         up.step(closure_for(model, up, x, y, sign=-1.0))
         down.step(closure_for(other, down, x, y))
@@ -108,8 +109,8 @@ def test_the_second_look_at_the_loss_leaves_no_statistics() -> None:
     model = mlp()
     other = twin(model)
     still = rkfac.LevenbergMarquardt(every=1, smallest=0.1, largest=0.1)
-    watched = rkfac.KFAC(model, damping=0.1, adaptive_damping=still, factor_every=1, inverse_every=1)
-    plain = rkfac.KFAC(other, damping=0.1, factor_every=1, inverse_every=1)
+    watched = stated.KFAC(model, damping=0.1, adaptive_damping=still, factor_every=1, inverse_every=1)
+    plain = stated.KFAC(other, damping=0.1, factor_every=1, inverse_every=1)
     for x, y in (rows() for _ in range(3)):
         for m, o in ((model, watched), (other, plain)):
 
@@ -127,7 +128,7 @@ def test_the_second_look_at_the_loss_leaves_no_statistics() -> None:
 
 def test_a_step_without_closure_is_refused_at_once_and_changes_nothing() -> None:
     model = mlp()
-    optimizer = rkfac.KFAC(model, adaptive_damping=rkfac.LevenbergMarquardt(every=5))
+    optimizer = stated.KFAC(model, adaptive_damping=rkfac.LevenbergMarquardt(every=5))
     start, (x, y) = parameters(model), rows()
     nn.functional.cross_entropy(model(x), y).backward()
     with pytest.raises(RuntimeError, match="closure"):

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import rkfac
+from optim import stated
 from optim.problems import (
     assert_moved,
     assert_same_averages,
@@ -51,7 +52,7 @@ class Tied(nn.Module):
 
 def test_tied_weights_are_left_to_the_fallback_rule_by_name() -> None:
     model = Tied().double()
-    optimizer = rkfac.KFAC(model, lr=0.1, momentum=0.0, kl_clip=None, **EVERY)
+    optimizer = stated.KFAC(model, lr=0.1, momentum=0.0, kl_clip=None, **EVERY)
     assert covered(optimizer) == {"hidden"}
     assert reasons(optimizer).keys() == {"embedding", "head"}
     assert all("tied" in reason for reason in reasons(optimizer).values())
@@ -84,7 +85,7 @@ def test_a_module_called_twice_equals_one_call_on_two_positions(fisher: str) -> 
     model = Twice(stacked=False).double()
     other = Twice(stacked=True).double()
     other.load_state_dict(model.state_dict())
-    optimizer, stacked = rkfac.KFAC(model, fisher=fisher, **EVERY), rkfac.KFAC(other, fisher=fisher, **EVERY)
+    optimizer, stacked = stated.KFAC(model, fisher=fisher, **EVERY), stated.KFAC(other, fisher=fisher, **EVERY)
     batches = [rows() for _ in range(3)]
     train(model, optimizer, batches)
     train(other, stacked, batches)
@@ -95,7 +96,7 @@ def test_a_module_called_twice_equals_one_call_on_two_positions(fisher: str) -> 
 def test_one_module_under_two_names_is_one_layer() -> None:
     shared = nn.Linear(6, 6)
     model = nn.Sequential(shared, nn.Tanh(), shared, nn.Linear(6, 4)).double()
-    optimizer = rkfac.KFAC(model, **EVERY)
+    optimizer = stated.KFAC(model, **EVERY)
     start = parameters(model)
     train(model, optimizer, [rows() for _ in range(2)])
     assert covered(optimizer) == {"0", "3"}
@@ -114,7 +115,7 @@ class Encoder(nn.Module):
 
 def test_a_transformer_layer_is_covered_but_for_its_attention() -> None:
     model = Encoder().double()
-    optimizer = rkfac.KFAC(model, lr=0.05, momentum=0.0, kl_clip=None, **EVERY)
+    optimizer = stated.KFAC(model, lr=0.05, momentum=0.0, kl_clip=None, **EVERY)
     assert covered(optimizer) == {"layer.linear1", "layer.linear2", "layer.norm1", "layer.norm2", "head"}
     assert reasons(optimizer).keys() == {"layer.self_attn", "layer.self_attn.out_proj"}
     assert "MultiheadAttention" in reasons(optimizer)["layer.self_attn.out_proj"]
@@ -139,7 +140,7 @@ def test_a_recurrent_network_trains_by_the_fallback_rule() -> None:
             return self.head(self.lstm(x)[0][:, -1])
 
     model = Recurrent().double()
-    optimizer = rkfac.KFAC(model, lr=0.05, momentum=0.0, **EVERY)
+    optimizer = stated.KFAC(model, lr=0.05, momentum=0.0, **EVERY)
     assert covered(optimizer) == {"head"}
     assert "LSTM" in reasons(optimizer)["lstm"]
     start = parameters(model)
@@ -149,7 +150,7 @@ def test_a_recurrent_network_trains_by_the_fallback_rule() -> None:
 
 
 def test_layers_too_wide_are_left_out_with_their_size() -> None:
-    optimizer = rkfac.KFAC(mlp(), max_factor_dim=8)
+    optimizer = stated.KFAC(mlp(), max_factor_dim=8)
     assert covered(optimizer) == {"0", "4"}  # 7 x 8, 4 x 8; the middle one's inputs are 8 + 1
     assert "9 x 9" in reasons(optimizer)["2"]
     assert "max_factor_dim" in reasons(optimizer)["2"]
@@ -169,7 +170,7 @@ def test_layers_too_wide_are_left_out_with_their_size() -> None:
 )
 def test_patterns_choose_layers_by_name_or_class(keywords: dict[str, Any], expected: set[str]) -> None:
     model = convnet()
-    optimizer = rkfac.KFAC(model, **keywords, **EVERY)
+    optimizer = stated.KFAC(model, **keywords, **EVERY)
     assert covered(optimizer) == expected
     assert all("pattern" in reason for reason in reasons(optimizer).values())
     start = parameters(model)
@@ -183,9 +184,9 @@ def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: 2)
     with pytest.raises(ValueError, match="2 processes"):
-        rkfac.KFAC(mlp())
+        stated.KFAC(mlp())
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: 1)
-    rkfac.KFAC(mlp())
+    stated.KFAC(mlp())
 
 
 def test_sharded_parameters_are_refused_by_name() -> None:
@@ -195,12 +196,12 @@ def test_sharded_parameters_are_refused_by_name() -> None:
     model = mlp()
     model[2].weight = FlatParameter(model[2].weight.detach())
     with pytest.raises(ValueError, match=r"2\.weight.*sharded"):
-        rkfac.KFAC(model)
+        stated.KFAC(model)
 
 
 def test_sparse_gradients_are_reported_and_refused_before_anything_moves() -> None:
     model = nn.Sequential(nn.Embedding(9, 6, sparse=True), nn.Flatten(), nn.Linear(30, 4)).double()
-    optimizer = rkfac.KFAC(model, factor_start="unbiased", **EVERY)
+    optimizer = stated.KFAC(model, factor_start="unbiased", **EVERY)
     assert "sparse" in reasons(optimizer)["0"]
     start = parameters(model)
     with pytest.raises(RuntimeError, match="sparse=False"):
@@ -211,7 +212,7 @@ def test_sparse_gradients_are_reported_and_refused_before_anything_moves() -> No
 
 def test_every_parameter_is_counted_once_in_the_report() -> None:
     for model in (mlp(), convnet(), Encoder(), reader()):
-        optimizer = rkfac.KFAC(model)
+        optimizer = stated.KFAC(model)
         named = {name.rpartition(".")[0] for name, _ in model.named_parameters()}
         reports = optimizer.report()
         assert {r.name for r in reports} == named
@@ -222,7 +223,7 @@ def test_every_parameter_is_counted_once_in_the_report() -> None:
 
 def test_the_report_tells_what_is_kept_and_what_it_costs() -> None:
     model = mlp()
-    optimizer = rkfac.RSKFAC(model, rank=3, damping=0.1, update_clip=1e-3, **EVERY)
+    optimizer = stated.RSKFAC(model, rank=3, damping=0.1, update_clip=1e-3, **EVERY)
     train(model, optimizer, [rows() for _ in range(2)])
     for report in optimizer.report():
         spectra = optimizer.spectrum(report.name)
@@ -241,7 +242,7 @@ def test_the_report_tells_what_is_kept_and_what_it_costs() -> None:
 
 def test_the_spectrum_is_that_of_the_running_averages() -> None:
     model = mlp()
-    optimizer = rkfac.RSKFAC(model, rank=2, **EVERY)
+    optimizer = stated.RSKFAC(model, rank=2, **EVERY)
     train(model, optimizer, [rows() for _ in range(3)])
     factors = averages(optimizer)
     for name in ("0", "2", "4"):
@@ -254,7 +255,7 @@ def test_the_spectrum_is_that_of_the_running_averages() -> None:
 
 def test_the_spectrum_of_an_embedding_is_how_often_its_rows_are_used() -> None:
     model = reader()
-    optimizer = rkfac.KFAC(model, factor_start="unbiased", **EVERY)
+    optimizer = stated.KFAC(model, factor_start="unbiased", **EVERY)
     tokens, labels = sentences()
     step(model, optimizer, (tokens, labels))
     counts = tokens.flatten().bincount(minlength=9).double().sort(descending=True)[0]
@@ -264,7 +265,7 @@ def test_the_spectrum_of_an_embedding_is_how_often_its_rows_are_used() -> None:
 
 def test_a_person_can_read_the_repr() -> None:
     model = Encoder()
-    optimizer = rkfac.RSKFAC(model, lr=0.25, params=list(model.named_parameters()))
+    optimizer = stated.RSKFAC(model, lr=0.25, params=list(model.named_parameters()))
     text = repr(optimizer)
     assert text.startswith("RSKFAC(")
     assert text.endswith(")")

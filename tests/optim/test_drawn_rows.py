@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import rkfac
+from optim import stated
 from optim.problems import assert_moved, convnet, images, parameters, reader, same, sentences, step, train, twin
 
 RUN: dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "factor_every": 2, "inverse_every": 3, "rank": 3, "oversampling": 1}
@@ -26,7 +27,7 @@ def test_a_resumed_run_draws_the_same_rows(case: str, fisher: str, shared: bool)
 
     def build(model: Any, seed: int) -> rkfac.RSKFAC:
         generator = torch.Generator().manual_seed(seed) if shared else None
-        return rkfac.RSKFAC(model, **settings, seed=seed, generator=generator)
+        return stated.RSKFAC(model, **settings, seed=seed, generator=generator)
 
     unsampled = twin(model)
     optimizer = build(model, 1)
@@ -40,7 +41,7 @@ def test_a_resumed_run_draws_the_same_rows(case: str, fisher: str, shared: bool)
     assert same(resumed.state_dict(), optimizer.state_dict())
     assert same(parameters(fresh), parameters(model))
     assert_moved(model, start)
-    train(unsampled, rkfac.RSKFAC(unsampled, **{**settings, "rows": None}, seed=1), batches)
+    train(unsampled, stated.RSKFAC(unsampled, **{**settings, "rows": None}, seed=1), batches)
     assert not same(parameters(unsampled), parameters(model)), "nothing was drawn"
 
 
@@ -49,7 +50,7 @@ def test_more_rows_than_there_are_change_nothing(case: str) -> None:
     make, draw = CASES[case]
     model, batches = make(), [draw() for _ in range(5)]
     start, other = parameters(model), twin(model)
-    optimizer, plain = rkfac.RSKFAC(model, **RUN, rows=10_000), rkfac.RSKFAC(other, **RUN)
+    optimizer, plain = stated.RSKFAC(model, **RUN, rows=10_000), stated.RSKFAC(other, **RUN)
     train(model, optimizer, batches)
     train(other, plain, batches)
     assert same(parameters(model), parameters(other))
@@ -60,7 +61,7 @@ def test_more_rows_than_there_are_change_nothing(case: str) -> None:
 
 def test_a_state_of_other_rows_is_refused() -> None:
     model = convnet()
-    optimizer = rkfac.RSKFAC(model, rows=8)
+    optimizer = stated.RSKFAC(model, rows=8)
     train(model, optimizer, [images()])
     with pytest.raises(ValueError, match="rows: 8 saved, all here"):
-        rkfac.RSKFAC(twin(model)).load_state_dict(optimizer.state_dict())
+        stated.RSKFAC(twin(model)).load_state_dict(optimizer.state_dict())

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import rkfac
+from optim import stated
 from optim.problems import averages, mlp, parameters, rows, same, step, train, twin
 from rkfac import linalg
 from rkfac.linalg import LowRank
@@ -45,7 +46,7 @@ EVERY: dict[str, Any] = {"factor_every": 1, "inverse_every": 1}
 
 def test_a_failure_keeps_the_previous_basis_of_that_layer_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     model = mlp()
-    optimizer = rkfac.KFAC(model, **EVERY)
+    optimizer = stated.KFAC(model, **EVERY)
     train(model, optimizer, [rows()])
     failed, healthy = bases(optimizer, "2"), bases(optimizer, "0")
     start = parameters(model)
@@ -62,7 +63,7 @@ def test_a_failure_keeps_the_previous_basis_of_that_layer_alone(monkeypatch: pyt
 
 def test_a_layer_that_never_succeeded_trains_by_the_fallback_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     model = mlp()
-    optimizer = rkfac.KFAC(model, lr=0.1, momentum=0.0, **EVERY)
+    optimizer = stated.KFAC(model, lr=0.1, momentum=0.0, **EVERY)
     start = parameters(model)
     with failing(monkeypatch, "2"), pytest.warns(UserWarning, match=r"'2'.*fallback"):
         train(model, optimizer, [rows()])
@@ -71,7 +72,7 @@ def test_a_layer_that_never_succeeded_trains_by_the_fallback_rule(monkeypatch: p
 
 def test_failures_in_a_row_end_in_an_error_and_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     model = mlp()
-    optimizer = rkfac.KFAC(model, max_failures=3, **EVERY)
+    optimizer = stated.KFAC(model, max_failures=3, **EVERY)
     train(model, optimizer, [rows()])
     with failing(monkeypatch, "4"):
         for _ in range(2):
@@ -89,7 +90,7 @@ def test_failures_in_a_row_end_in_an_error_and_nothing_is_lost(monkeypatch: pyte
     model_state, optimizer_state = torch.load(file, weights_only=True)
     fresh = mlp()
     fresh.load_state_dict(model_state)
-    resumed = rkfac.KFAC(fresh, max_failures=3, **EVERY)
+    resumed = stated.KFAC(fresh, max_failures=3, **EVERY)
     resumed.load_state_dict(optimizer_state)
     batch = rows()
     assert step(fresh, resumed, batch) == step(model, optimizer, batch)
@@ -99,7 +100,7 @@ def test_failures_in_a_row_end_in_an_error_and_nothing_is_lost(monkeypatch: pyte
 
 def test_a_success_in_between_forgives_earlier_failures(monkeypatch: pytest.MonkeyPatch) -> None:
     model = mlp()
-    optimizer = rkfac.KFAC(model, max_failures=2, **EVERY)
+    optimizer = stated.KFAC(model, max_failures=2, **EVERY)
     train(model, optimizer, [rows()])
     for _ in range(3):
         with failing(monkeypatch, "0"), pytest.warns(UserWarning, match="'0'"):
@@ -112,7 +113,7 @@ def test_a_success_in_between_forgives_earlier_failures(monkeypatch: pytest.Monk
 def test_float32_factors_are_retried_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     model = mlp(dtype=torch.float32)
     other, batch = twin(model), rows(dtype=torch.float32)
-    optimizer, plain = rkfac.KFAC(model, **EVERY), rkfac.KFAC(other, **EVERY)
+    optimizer, plain = stated.KFAC(model, **EVERY), stated.KFAC(other, **EVERY)
     solver, tried = torch.linalg.eigh, []
 
     def eigh(X: Tensor, *rest: Any) -> Any:
@@ -151,7 +152,7 @@ class Poison(nn.Module):
 def test_a_statistic_that_is_not_finite_never_enters_the_average(value: float, kl_clip: float | None) -> None:
     poison = Poison(value)
     model = nn.Sequential(nn.Linear(6, 5), poison, nn.Tanh(), nn.Linear(5, 4))
-    optimizer = rkfac.KFAC(model, momentum=0.0, kl_clip=kl_clip, update_clip=None, factor_start="unbiased", **EVERY)
+    optimizer = stated.KFAC(model, momentum=0.0, kl_clip=kl_clip, update_clip=None, factor_start="unbiased", **EVERY)
     train(model, optimizer, [rows(dtype=torch.float32)])
     before, start = averages(optimizer), parameters(model)
     poison.on = True
@@ -173,7 +174,7 @@ def test_a_statistic_that_is_not_finite_never_enters_the_average(value: float, k
 def test_a_gradient_whose_square_is_no_float32_is_a_number_all_the_same(kl_clip: float | None) -> None:
     poison = Poison(1e25)
     model = nn.Sequential(nn.Linear(6, 5), poison, nn.Tanh(), nn.Linear(5, 4))
-    optimizer = rkfac.KFAC(model, lr=0.1, momentum=0.0, kl_clip=kl_clip, factor_start="unbiased", **EVERY)
+    optimizer = stated.KFAC(model, lr=0.1, momentum=0.0, kl_clip=kl_clip, factor_start="unbiased", **EVERY)
     train(model, optimizer, [rows(dtype=torch.float32)])
     start = parameters(model)
     poison.on = True
@@ -188,7 +189,7 @@ def test_a_gradient_whose_square_is_no_float32_is_a_number_all_the_same(kl_clip:
 
 def test_a_nan_batch_leaves_all_averages_alone_and_names_every_layer() -> None:
     model = mlp()
-    optimizer = rkfac.KFAC(model, lr=0.0, **EVERY)
+    optimizer = stated.KFAC(model, lr=0.0, **EVERY)
     train(model, optimizer, [rows()])
     before = averages(optimizer)
     x, y = rows()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import rkfac
+from optim import stated
 from optim.problems import (
     Batch,
     assert_same_averages,
@@ -26,7 +27,14 @@ from optim.problems import (
     twin,
 )
 
-FRESH: dict[str, Any] = {"factor_every": 1, "inverse_every": 1, "momentum": 0.0, "kl_clip": None, "update_clip": None}
+# The paper's own step: what the preconditioner gives, at its own length.
+FRESH: dict[str, Any] = {
+    "factor_every": 1,
+    "inverse_every": 1,
+    "graft": None,
+    "momentum": 0.0,
+    "relative_to": "largest",
+}
 
 
 def dense_direction(optimizer: rkfac.KFAC, model: nn.Sequential, layer: str, damping: float) -> Tensor:
@@ -45,21 +53,21 @@ def joined(values: dict[str, Tensor], layer: str) -> Tensor:
     return torch.cat([values[f"{layer}.weight"], values[f"{layer}.bias"][:, None]], 1)
 
 
-@pytest.mark.parametrize("sketched", [rkfac.RSKFAC, rkfac.SREKFAC])
+@pytest.mark.parametrize("sketched", [stated.RSKFAC, stated.SREKFAC])
 @pytest.mark.parametrize("rule", ["factored", "product", "pi"])
 @pytest.mark.parametrize("make, draw", [(mlp, rows), (convnet, images), (reader, sentences)])
 def test_full_rank_equals_kfac_under_the_same_rule(sketched: Any, rule: str, make: Any, draw: Any) -> None:
     model = make()
     other, batches = twin(model), [draw() for _ in range(5)]
     settings: dict[str, Any] = {"damping_rule": rule, "factor_every": 1, "inverse_every": 2, "tail": "zero"}
-    exact, sketch = rkfac.KFAC(model, **settings), sketched(other, rank=100, oversampling=0, **settings)
+    exact, sketch = stated.KFAC(model, **settings), sketched(other, rank=100, oversampling=0, **settings)
     train(model, exact, batches)
     train(other, sketch, batches)
     assert_same_parameters(other, model, rtol=1e-6, atol=1e-8)
     assert_same_averages(sketch, exact, rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.parametrize("optimizer", [rkfac.KFAC, rkfac.RSKFAC, rkfac.SREKFAC])
+@pytest.mark.parametrize("optimizer", [stated.KFAC, stated.RSKFAC, stated.SREKFAC])
 @pytest.mark.parametrize("rule, power, rounding", [("factored", 2, 1e-7), ("product", 1, 1e-7), ("pi", 1, 1e-3)])
 @pytest.mark.parametrize("make, draw", [(convnet, images), (reader, sentences)])
 def test_great_damping_gives_the_gradient_direction(
@@ -72,7 +80,7 @@ def test_great_damping_gives_the_gradient_direction(
     """
     model, damping = make(), 1e9
     settings = {"damping": damping, "damping_rule": rule, "relative_to": None, "rank": 3, "exclude": "*Norm*"}
-    made = optimizer(model, lr=damping**power, fallback_scale=0.0, **settings, **FRESH)
+    made = optimizer(model, lr=damping**power, fallback_scale=0.0, **{**FRESH, **settings})
     covered = {r.name for r in made.report() if r.covered}
     start = parameters(model)
     step(model, made, draw())
@@ -88,7 +96,7 @@ def test_great_damping_gives_the_gradient_direction(
 
 def test_one_step_equals_explicit_inverses() -> None:
     model = mlp()
-    optimizer = rkfac.KFAC(model, lr=0.3, damping=0.05, **FRESH)
+    optimizer = stated.KFAC(model, lr=0.3, damping=0.05, **FRESH)
     start = parameters(model)
     step(model, optimizer, rows())
     for layer in ("0", "2", "4"):
@@ -99,10 +107,10 @@ def test_one_step_equals_explicit_inverses() -> None:
 @pytest.mark.parametrize("clip", [0.01, 1e6])
 def test_the_rms_clip_bounds_every_layer(clip: float) -> None:
     model = convnet()
-    optimizer = rkfac.KFAC(model, lr=0.5, **{**FRESH, "update_clip": clip})
+    optimizer = stated.KFAC(model, lr=0.5, **{**FRESH, "update_clip": clip})
     start, batch = parameters(model), images()
     free = twin(model)
-    step(free, rkfac.KFAC(free, lr=0.5, **FRESH), batch)
+    step(free, stated.KFAC(free, lr=0.5, **FRESH), batch)
     step(model, optimizer, batch)
     for report in optimizer.report():
         names = [f"{report.name}.weight", f"{report.name}.bias"]
@@ -122,8 +130,8 @@ def test_the_kl_clip_bounds_the_quadratic_form_over_all_layers(bound: float, upd
     model, lr = mlp(), 0.5
     free, batch = twin(model), rows()
     start = parameters(model)
-    step(free, rkfac.KFAC(free, lr=lr, **{**FRESH, "update_clip": update_clip}), batch)
-    optimizer = rkfac.KFAC(model, lr=lr, **{**FRESH, "kl_clip": bound, "update_clip": update_clip})
+    step(free, stated.KFAC(free, lr=lr, **{**FRESH, "update_clip": update_clip}), batch)
+    optimizer = stated.KFAC(model, lr=lr, **{**FRESH, "kl_clip": bound, "update_clip": update_clip})
     step(model, optimizer, batch)
     S = {name: (start[name] - value) / lr for name, value in parameters(free).items()}
     total = sum(lr**2 * float((S[name] * p.grad).sum()) for name, p in free.named_parameters())
@@ -134,12 +142,19 @@ def test_the_kl_clip_bounds_the_quadratic_form_over_all_layers(bound: float, upd
         torch.testing.assert_close(value, start[name] - lr * nu * S[name], rtol=1e-8, atol=1e-11)
 
 
+@pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("decay_from", [0, 2])
-def test_momentum_and_decoupled_decay_against_the_formula(decay_from: int) -> None:
-    """m <- mu m + S;  theta <- (1 - lr w) theta - lr m, the decay from its step on, in no buffer."""
+def test_momentum_and_decoupled_decay_against_the_formula(decay_from: int, nesterov: bool) -> None:
+    """m <- mu m + S;  theta <- (1 - lr w) theta - lr m (or S + mu m), the decay from its step on, in no buffer."""
     model, lr, mu, w = mlp(), 0.2, 0.8, 0.1
-    optimizer = rkfac.KFAC(
-        model, lr=lr, damping=0.1, **{**FRESH, "momentum": mu}, weight_decay=w, weight_decay_from=decay_from
+    optimizer = stated.KFAC(
+        model,
+        lr=lr,
+        damping=0.1,
+        nesterov=nesterov,
+        **{**FRESH, "momentum": mu},
+        weight_decay=w,
+        weight_decay_from=decay_from,
     )
     layers = ("0", "2", "4")
     theta = {layer: joined(parameters(model), layer) for layer in layers}
@@ -147,15 +162,17 @@ def test_momentum_and_decoupled_decay_against_the_formula(decay_from: int) -> No
     for k in range(4):
         step(model, optimizer, rows())
         for layer in layers:
-            buffers[layer] = mu * buffers[layer] + dense_direction(optimizer, model, layer, 0.1)
-            theta[layer] = (1 - lr * w * (k >= decay_from)) * theta[layer] - lr * buffers[layer]
+            S = dense_direction(optimizer, model, layer, 0.1)
+            buffers[layer] = mu * buffers[layer] + S
+            ahead = S + mu * buffers[layer] if nesterov else buffers[layer]
+            theta[layer] = (1 - lr * w * (k >= decay_from)) * theta[layer] - lr * ahead
             torch.testing.assert_close(joined(parameters(model), layer), theta[layer], rtol=1e-7, atol=1e-9)
 
 
 def test_bases_and_statistics_keep_their_periods() -> None:
     """Statistics at 0, 2, 4, ...; bases at 0, 3, 6, ... from the averages of that moment."""
     model = mlp()
-    optimizer = rkfac.KFAC(model, lr=0.01, factor_every=2, inverse_every=3)
+    optimizer = stated.KFAC(model, lr=0.01, factor_every=2, inverse_every=3)
     seen: list[tuple[int, Tensor]] = []
     batches: list[Batch] = [rows() for _ in range(7)]
     for batch in batches:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-import rkfac
+from optim import stated
 from optim.problems import assert_moved, averages, convnet, images, mlp, parameters, rows, step, train, twin
 
 EVERY: dict[str, Any] = {"factor_every": 1, "inverse_every": 1, "momentum": 0.0}
@@ -18,7 +18,7 @@ EVERY: dict[str, Any] = {"factor_every": 1, "inverse_every": 1, "momentum": 0.0}
 def test_a_model_turned_to_double_trains_as_one_born_so(make: Any, draw: Any, when: str) -> None:
     model = make(dtype=torch.float32)
     born = twin(model).double()
-    optimizer, reference = rkfac.KFAC(model, **EVERY), rkfac.KFAC(born, **EVERY)
+    optimizer, reference = stated.KFAC(model, **EVERY), stated.KFAC(born, **EVERY)
     batches = [draw() for _ in range(4)]
     early = 0 if when.startswith("before") else 2
     train(model, optimizer, [(x.float(), y) for x, y in batches[:early]])
@@ -35,10 +35,10 @@ def test_a_model_turned_to_double_trains_as_one_born_so(make: Any, draw: Any, wh
 
 def test_a_model_turned_to_bfloat16_keeps_float32_statistics() -> None:
     model = mlp(dtype=torch.float32)
-    optimizer = rkfac.KFAC(model, lr=0.0, **EVERY)
+    optimizer = stated.KFAC(model, lr=0.0, **EVERY)
     model.bfloat16()
     other = twin(model)
-    born = rkfac.KFAC(other, lr=0.0, **EVERY)
+    born = stated.KFAC(other, lr=0.0, **EVERY)
     x, y = rows(dtype=torch.bfloat16)
     step(model, optimizer, (x, y))
     step(other, born, (x, y))
@@ -50,7 +50,7 @@ def test_a_model_turned_to_bfloat16_keeps_float32_statistics() -> None:
 def test_parameters_replaced_behind_the_optimizers_back_are_left_alone() -> None:
     """As with torch's own optimizers: what was never handed over is not trained, and the rest goes on."""
     model = mlp()
-    optimizer = rkfac.KFAC(model, **EVERY)
+    optimizer = stated.KFAC(model, **EVERY)
     train(model, optimizer, [rows()])
     model[2].weight = torch.nn.Parameter(torch.randn_like(model[2].weight))
     start = parameters(model)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import rkfac
+from optim import stated
 from optim.problems import (
     assert_same_averages,
     assert_same_parameters,
@@ -42,7 +42,7 @@ class Wrapped(nn.Module):
 @pytest.mark.parametrize("order", ["zero, forward, backward", "forward, zero, backward", "closure"])
 def test_the_unchanged_loop_collects_once_a_step(order: str) -> None:
     model = mlp()
-    optimizer = rkfac.KFAC(model, **EVERY)
+    optimizer = stated.KFAC(model, **EVERY)
     for x, y in (rows() for _ in range(3)):
         if order == "closure":
 
@@ -68,7 +68,7 @@ def test_the_unchanged_loop_collects_once_a_step(order: str) -> None:
 def test_gradients_are_those_of_the_loss_alone(draw: Any, make: Any) -> None:
     model = make()
     other, (x, y) = twin(model), draw()
-    optimizer = rkfac.KFAC(model, **EVERY)
+    optimizer = stated.KFAC(model, **EVERY)
     output = model(x)
     assert all(p.grad is None for p in model.parameters())
     F.cross_entropy(output, y).backward()
@@ -81,7 +81,7 @@ def test_gradients_are_those_of_the_loss_alone(draw: Any, make: Any) -> None:
 def test_labels_do_not_enter_the_factors() -> None:
     model = mlp()
     other, (x, y) = twin(model), rows()
-    first, second = (rkfac.KFAC(m, lr=0.0, **EVERY) for m in (model, other))
+    first, second = (stated.KFAC(m, lr=0.0, **EVERY) for m in (model, other))
     step(model, first, (x, y))
     step(other, second, (x, (y + 1) % 4))
     assert_same_averages(first, second, exactly=True)
@@ -93,7 +93,7 @@ def test_the_seed_decides_the_draw() -> None:
     for seed in (3, 3, 4):
         copied = twin(model)
         torch.manual_seed(len(found))  # the global state has no say
-        optimizer = rkfac.KFAC(copied, seed=seed, **EVERY)
+        optimizer = stated.KFAC(copied, seed=seed, **EVERY)
         step(copied, optimizer, batch)
         found.append(averages(optimizer)["4.output"])
     assert torch.equal(found[0], found[1])
@@ -102,7 +102,7 @@ def test_the_seed_decides_the_draw() -> None:
 
 def test_drawing_leaves_the_global_generator_alone() -> None:
     model, batch = mlp(), rows()
-    optimizer = rkfac.RSKFAC(model, rank=2, **EVERY)
+    optimizer = stated.RSKFAC(model, rank=2, **EVERY)
     before = torch.get_rng_state()
     step(model, optimizer, batch)
     assert torch.equal(torch.get_rng_state(), before)
@@ -113,7 +113,7 @@ def test_the_output_factor_is_the_second_moment_of_drawn_minus_expected_classes(
     model = nn.Sequential(nn.Linear(6, 4)).double()
     x, y = rows(9)
     source = torch.Generator().manual_seed(11)
-    optimizer = rkfac.KFAC(model, lr=0.0, generator=source, factor_start="unbiased", **EVERY)
+    optimizer = stated.KFAC(model, lr=0.0, generator=source, factor_start="unbiased", **EVERY)
     step(model, optimizer, (x, y))
     p = model(x).softmax(-1).detach()
     drawn = torch.multinomial(p, 1, generator=torch.Generator().manual_seed(11)).squeeze(1)
@@ -124,7 +124,7 @@ def test_the_output_factor_is_the_second_moment_of_drawn_minus_expected_classes(
 def test_a_model_that_returns_a_dictionary_trains_with_sample_fisher() -> None:
     inner = mlp()
     model, plain = Wrapped(inner), twin(inner)
-    optimizer, reference = rkfac.KFAC(model, **EVERY), rkfac.KFAC(plain, **EVERY)
+    optimizer, reference = stated.KFAC(model, **EVERY), stated.KFAC(plain, **EVERY)
     for x, y in (rows() for _ in range(3)):
         optimizer.zero_grad()
         logits = model(x)["logits"]
@@ -160,7 +160,7 @@ def test_logits_are_found_in_what_models_return(wrap: Any) -> None:
 
     inner = mlp()
     model, plain = Model(inner), twin(inner)
-    optimizer, reference = rkfac.KFAC(model, **EVERY), rkfac.KFAC(plain, **EVERY)
+    optimizer, reference = stated.KFAC(model, **EVERY), stated.KFAC(plain, **EVERY)
     for x, y in (rows() for _ in range(3)):
         optimizer.zero_grad()
         model(x)
@@ -178,7 +178,7 @@ def test_an_output_that_cannot_be_read_is_refused_and_says_what_to_call() -> Non
             return {"one": y, "two": 2 * y}
 
     model = Two(mlp())
-    optimizer = rkfac.KFAC(model, **EVERY)
+    optimizer = stated.KFAC(model, **EVERY)
     start, (x, y) = parameters(model), rows()
     F.cross_entropy(model(x)["one"], y).backward()
     with pytest.raises(TypeError, match=r"dict.*sample_fisher"):
@@ -188,7 +188,7 @@ def test_an_output_that_cannot_be_read_is_refused_and_says_what_to_call() -> Non
 
 def test_evaluating_a_model_that_returns_a_dictionary_is_no_reason_to_refuse() -> None:
     model = Wrapped(mlp())
-    optimizer = rkfac.KFAC(model, **EVERY)
+    optimizer = stated.KFAC(model, **EVERY)
     model.eval()
     model(rows()[0])
     model.train()
@@ -199,14 +199,14 @@ def test_evaluating_a_model_that_returns_a_dictionary_is_no_reason_to_refuse() -
 
 
 def test_sample_fisher_belongs_to_the_sampled_fisher() -> None:
-    optimizer = rkfac.KFAC(mlp())
+    optimizer = stated.KFAC(mlp())
     with pytest.raises(RuntimeError, match="fisher='mc'"):
         optimizer.sample_fisher(torch.zeros(2, 4))
 
 
 def test_an_output_with_ambiguous_classes_is_refused() -> None:
     model = nn.Sequential(nn.Linear(6, 4)).double()
-    optimizer = rkfac.KFAC(model, **EVERY)
+    optimizer = stated.KFAC(model, **EVERY)
     start = parameters(model)
     model(torch.randn(3, 5, 6, dtype=torch.float64)).sum().backward()
     with pytest.raises(ValueError, match="class_dim"):
@@ -217,7 +217,7 @@ def test_an_output_with_ambiguous_classes_is_refused() -> None:
 def test_steps_without_statistics_draw_nothing() -> None:
     model = mlp()
     source = torch.Generator().manual_seed(1)
-    optimizer = rkfac.KFAC(model, fisher="mc", factor_every=3, inverse_every=3, generator=source)
+    optimizer = stated.KFAC(model, fisher="mc", factor_every=3, inverse_every=3, generator=source)
     train(model, optimizer, [rows()])
     drawn = source.get_state()
     train(model, optimizer, [rows() for _ in range(2)])

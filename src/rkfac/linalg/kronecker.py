@@ -197,7 +197,9 @@ class _Watched(Preconditioner):
 
     def solve(self, J: Tensor, j: Tensor | None) -> Solution:
         solution = self.short.solve(J, j)
-        length = _norm(solution.matrix, solution.vector) * (solution.scale / self.short.scale)  # the multipliers in units
+        length = _norm(solution.matrix, solution.vector) * (
+            solution.scale / self.short.scale
+        )  # the multipliers in units
         rounding = ROUNDINGS * torch.finfo(solution.matrix.dtype).eps * _norm(J, j)
         if rounding <= TOLERATED * length:
             return solution

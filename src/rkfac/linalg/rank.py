@@ -51,7 +51,8 @@ def sufficient_rank(
 
     Mode i may go when s_i / (s_i + damping) <= share, that is s_i <= damping share / (1 - share). Where a tail t, the mean
     of what is discarded (`trace` and `d` tell it), stands for the discarded modes, the same holds for s_i - t beside
-    damping + t: a flat spectrum needs hardly any mode.
+    damping + t: a flat spectrum needs hardly any mode. Modes below the tail are damped more than their own would be, by
+    whatever that is: the share bounds how much too large the inverse is, not how much too small.
     """
     if not 0 < share < 1:
         raise ValueError(f"share must lie between 0 and 1, got {share}")

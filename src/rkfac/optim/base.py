@@ -19,7 +19,7 @@ from rkfac.layers import Adapter, KroneckerAdapter, UnitAdapter
 from rkfac.optim import memory
 from rkfac.optim.adaptive import LevenbergMarquardt, Watch
 from rkfac.optim.amp import loss_scale
-from rkfac.optim.arguments import check_group
+from rkfac.optim.arguments import GROUP_RULES, check_group
 from rkfac.optim.collecting import commit, notice_unseen, retire
 from rkfac.optim.compiled import run_eagerly, unwrapped
 from rkfac.optim.coverage import Choice, cover, owners_of, refuse_processes, refuse_sharded, warn_of_little
@@ -277,7 +277,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             self._draws = curvature["draws"]
             super().load_state_dict({key: value for key, value in state_dict.items() if key != "curvature"})
             for group in self.param_groups:
-                if missing := {*self.defaults} - group.keys():
+                if missing := (GROUP_RULES.keys() & self.defaults.keys()) - group.keys():  # torch adds some of its own
                     raise ValueError(f"a saved parameter group lacks {listed(sorted(missing))}")
                 check_group(group)
         self._step = curvature["step"]

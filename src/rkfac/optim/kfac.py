@@ -14,7 +14,7 @@ from rkfac.curvature.decompose import RSVD, SREVD, Decomposition, Exact
 from rkfac.curvature.factor import Start
 from rkfac.curvature.fisher import NAMED, Likelihood
 from rkfac.optim.adaptive import LevenbergMarquardt
-from rkfac.optim.arguments import check_choice, check_flag, check_patterns, check_scaler, randomness_from
+from rkfac.optim.arguments import check_choice, check_flag, check_group, check_patterns, check_scaler, randomness_from
 from rkfac.optim.base import CurvatureOptimizer
 from rkfac.optim.coverage import Choice
 from rkfac.optim.rules import GRAFTS
@@ -163,6 +163,7 @@ class KFAC(CurvatureOptimizer):
         rest = fallback or graft or "sgd"
         if graft == "adamw" and rest == "adamw" and (momentum is not None or nesterov):
             raise ValueError("momentum and nesterov are SGD's: under graft='adamw' say betas=(momentum, 0.999)")
+        check_group({"betas": betas, "eps": eps})  # nobody may read them
         numbers: dict[str, Any] = {}  # of the rules that are in use, for torch's schedulers look at their names
         if graft != "adamw" or rest == "sgd":
             numbers |= {"momentum": 0.9 if momentum is None else momentum, "nesterov": nesterov}

@@ -65,15 +65,16 @@ def checked(
         raise ValueError(f"the saved state counts {step!r} steps and {draws!r} draws")
     if not isinstance(wanted, list) or not blocks.keys() >= set(wanted):
         raise ValueError(f"the saved state wants statistics of {wanted!r}")
-    _check_buffers(groups, state_dict)
+    _check_buffers(groups, state_dict, SGD if own["graft"] != "None" else OWN)
     return curvature
 
 
 ADAM = {"exp_avg", "exp_avg_sq", "adam_step"}
-BUFFERS = {"momentum_buffer", "decay_share", *ADAM}
+SGD = {"momentum_buffer", "decay_share"}
+OWN = {"momentum_buffer"}
 
 
-def _check_buffers(groups: list[dict[str, Any]], state_dict: Mapping[str, Any]) -> None:
+def _check_buffers(groups: list[dict[str, Any]], state_dict: Mapping[str, Any], momentum: set[str]) -> None:
     """Refuse buffers that torch would take without a word: of another shape, not finite, incomplete, of nobody."""
     ours = [p for group in groups for p in group["params"]]
     theirs = [index for group in state_dict["param_groups"] for index in group["params"]]
@@ -84,11 +85,12 @@ def _check_buffers(groups: list[dict[str, Any]], state_dict: Mapping[str, Any]) 
     for p, index in zip(ours, theirs, strict=True):
         buffers = state_dict["state"].get(index, {})
         what = f"of a parameter of shape {tuple(p.shape)}"
-        if not buffers.keys() <= BUFFERS or 0 < len(buffers.keys() & ADAM) < len(ADAM):
+        incomplete = any(0 < len(buffers.keys() & whole) < len(whole) for whole in (ADAM, momentum))
+        if incomplete or not buffers.keys() <= ADAM | momentum:
             raise ValueError(f"the saved buffers {what} are {listed(buffers)}")
         for key, value in buffers.items():
             if key == "adam_step":
-                if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                     raise ValueError(f"{key} {what} is {value!r}")
                 continue
             if key == "decay_share":

@@ -118,6 +118,8 @@ def _preconditioned(
         targets.append(target)
         rules.covered.prepare(state[p], p, own)
         finite = finite & _mended(state[p], own, gate)
+        if "exp_avg_sq" in state[p]:  # an infinite square would be a step of zero, and stay
+            finite = finite & moderate(target.gradient, True)
         courses.append(rules.covered.course(p, target.gradient, state[p], own, decay_of(own, rules.step)))
     direction = block.direction(tuple(course.vector for course in courses), group)
     factor, length = _scaled(direction, courses)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from rkfac.optim.clip import within
+from rkfac.optim.gate import Gate
 
 Group = Mapping[str, Any]
 State = MutableMapping[str, Any]
@@ -227,7 +228,7 @@ SAFE = (1e-15, 1e15)  # lengths whose square float32 can hold
 
 def square_of(vector: Tensor) -> Tensor:
     """The squared length in float64, whatever the size of the entries."""
-    if vector.device.type != "cpu":
+    if not Gate.at_once(vector):
         return torch.linalg.vector_norm(vector, dtype=torch.float64).square()
     length = torch.linalg.vector_norm(vector).double()
     if not SAFE[0] < float(length) < SAFE[1]:  # thirty times slower, and seldom needed

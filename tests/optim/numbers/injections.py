@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import rkfac
-from rkfac.optim import update
+from rkfac.optim import clip as clips
 
 if TYPE_CHECKING:
     from rkfac.curvature.block import Block
@@ -106,13 +106,13 @@ def _direction(where: str, value: float) -> Callable[[Patch, rkfac.KFAC], None]:
 
 def _clip(value: float) -> Callable[[Patch, rkfac.KFAC], None]:
     def inject(patch: Patch, optimizer: rkfac.KFAC) -> None:
-        size, genuine = sum(p.numel() for p in block_of(optimizer).parameters), update.rms_clip
+        size, genuine = sum(p.numel() for p in block_of(optimizer).parameters), clips.rms_clip
 
         def rms_clip(norm: Tensor, entries: int, largest: float | None) -> Tensor | None:
             clip = genuine(norm, entries, largest)
             return clip if clip is None or entries != size else torch.full_like(clip, value)
 
-        patch.setattr(update, "rms_clip", rms_clip)
+        patch.setattr(clips, "rms_clip", rms_clip)
 
     return inject
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import rkfac
+from optim import stated
 from rkfac import linalg
 
 CASES = [("factored", True, 0.1), ("product", True, 0.1), ("pi", True, 0.1)]
@@ -32,7 +33,7 @@ def test_a_steady_state_costs_one_sketch_and_its_rank_follows_the_damping_in_for
         return genuine(*args, **keywords)
 
     monkeypatch.setattr(rkfac.RSVD, "method", staticmethod(counted))
-    optimizer = rkfac.RSKFAC(
+    optimizer = stated.RSKFAC(
         model,
         lr=0.0,
         rank="auto",

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-import rkfac
+from optim import stated
 from optim.numbers.injections import TARGET, UPDATES, assert_finite, injected
 from optim.problems import parameters, reader, sentences, step, twin
 from rkfac.curvature.block import Direction
-from rkfac.optim import update
+from rkfac.optim import clip as clips
 from rkfac.optim.gate import Gate, bounded, moderate
 
 
@@ -28,12 +28,14 @@ def test_the_pure_parts_run_where_no_value_can_be_read() -> None:
     """A meta tensor has no values: whatever looked at one would raise."""
     parts = (torch.empty(3, 4, device="meta"), torch.empty(3, device="meta"))
     direction = Direction(parts, torch.empty((), dtype=torch.float64, device="meta"), parts)
-    clip = update.rms_clip(direction.norm, direction.size, 0.07)
+    clip = clips.rms_clip(direction.norm, direction.size, 0.07)
     assert clip is not None
     passed = Gate(3).passes("layer", bounded(direction.norm * clip, torch.float32))
     assert isinstance(passed, Tensor)
-    direction.masked(passed).add_to(list(parts), clip)
-    update.kl_clip([direction.inner], 0.1)
+    masked = direction.masked(passed)
+    for index, part in enumerate(parts):
+        masked.add_to(index, part, clip)
+    clips.kl_clip([direction.inner], 0.1)
     moderate(parts[0], squared=True)
 
 
@@ -42,15 +44,20 @@ def test_masking_turns_anything_into_zero() -> None:
         parts = (torch.full((2, 2), value),)
         direction = Direction(parts, torch.tensor(value, dtype=torch.float64), parts).masked(torch.tensor(False))
         target = torch.ones(2, 2)
-        direction.add_to([target], 0.5)
+        direction.add_to(0, target, 0.5)
         assert torch.equal(target, torch.ones(2, 2))
         assert float(direction.norm) == 0
 
 
 @pytest.mark.usefixtures("_elsewhere")
-def test_a_step_without_statistics_reads_nothing_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("graft, fallback", [("sgd", "adamw"), ("adamw", "sgd"), (None, "adamw")])
+def test_a_step_without_statistics_reads_nothing_from_the_device(
+    graft: Any, fallback: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = reader(torch.float32)
-    optimizer = rkfac.RSKFAC(model, momentum=0.9, fallback="adamw", factor_every=10, inverse_every=10, rank=3)
+    optimizer = stated.RSKFAC(
+        model, lr=0.1, graft=graft, momentum=0.9, fallback=fallback, factor_every=10, inverse_every=10, rank=3
+    )
     step(model, optimizer, sentences())
     start = parameters(model)
     optimizer.zero_grad()
@@ -72,7 +79,9 @@ def test_a_step_without_statistics_reads_nothing_from_the_device(monkeypatch: py
 def test_a_refused_update_becomes_zero_and_is_named_at_the_next_statistics(stage: str) -> None:
     model = reader(torch.float32)
     other = twin(model)
-    optimizer, healthy = (rkfac.RSKFAC(m, factor_every=1, inverse_every=1, rank=3) for m in (model, other))
+    optimizer, healthy = (
+        stated.RSKFAC(m, factor_every=1, inverse_every=1, rank=3, update_clip=0.07) for m in (model, other)
+    )
     batches = [sentences() for _ in range(3)]
     for m, o in ((model, optimizer), (other, healthy)):
         step(m, o, batches[0])
@@ -90,7 +99,7 @@ def test_a_refused_update_becomes_zero_and_is_named_at_the_next_statistics(stage
 @pytest.mark.usefixtures("_elsewhere")
 def test_a_refusal_between_two_statistics_is_named_even_if_the_next_update_was_healthy() -> None:
     model = reader(torch.float32)
-    optimizer = rkfac.RSKFAC(model, factor_every=4, inverse_every=4, rank=3)
+    optimizer = stated.RSKFAC(model, factor_every=4, inverse_every=4, rank=3)
     step(model, optimizer, sentences())
     with injected(UPDATES["direction nan"], optimizer):
         step(model, optimizer, sentences())
@@ -103,7 +112,7 @@ def test_a_refusal_between_two_statistics_is_named_even_if_the_next_update_was_h
 @pytest.mark.usefixtures("_elsewhere")
 def test_refusals_in_a_row_are_one_error_after_which_training_goes_on() -> None:
     model = reader(torch.float32)
-    optimizer = rkfac.RSKFAC(model, factor_every=1, inverse_every=1, rank=3, max_failures=2)
+    optimizer = stated.RSKFAC(model, factor_every=1, inverse_every=1, rank=3, max_failures=2)
     step(model, optimizer, sentences())
     with injected(UPDATES["direction nan"], optimizer), warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import rkfac
+from optim import stated
 from optim.numbers.injections import assert_finite
 from optim.problems import mlp, parameters, rows, step, train, updates
 
@@ -23,7 +23,7 @@ EVERY: dict[str, Any] = {"factor_every": 1, "inverse_every": 1}
 @pytest.mark.parametrize("lr", [math.nan, math.inf, -0.1])
 def test_a_learning_rate_that_is_a_tensor_is_checked_like_a_number(lr: float) -> None:
     model = mlp()
-    optimizer = rkfac.RSKFAC(model, lr=0.1, **EVERY)
+    optimizer = stated.RSKFAC(model, lr=0.1, **EVERY)
     train(model, optimizer, [rows()])
     start = parameters(model)
     optimizer.param_groups[0]["lr"] = torch.tensor(lr)
@@ -34,8 +34,8 @@ def test_a_learning_rate_that_is_a_tensor_is_checked_like_a_number(lr: float) ->
 
 def test_a_decay_that_makes_weights_grow_is_refused() -> None:
     with pytest.raises(ValueError, match="weight_decay"):
-        rkfac.RSKFAC(mlp(), lr=0.1, weight_decay=1e38)
-    rkfac.RSKFAC(mlp(), lr=0.1, weight_decay=20.0)
+        stated.RSKFAC(mlp(), lr=0.1, weight_decay=1e38)
+    stated.RSKFAC(mlp(), lr=0.1, weight_decay=20.0)
 
 
 @pytest.mark.parametrize("exclude", [(), ("Linear",)], ids=["preconditioned", "fallback"])
@@ -43,7 +43,7 @@ def test_a_buffer_beyond_all_numbers_under_a_later_learning_rate_is_refused(excl
     model = mlp(dtype=torch.float32)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # excluding everything is said to be much
-        optimizer = rkfac.RSKFAC(model, lr=0.1, momentum=0.9, update_clip=1e20, exclude=exclude, **EVERY)
+        optimizer = stated.RSKFAC(model, lr=0.1, momentum=0.9, update_clip=1e20, exclude=exclude, **EVERY)
     train(model, optimizer, [rows(dtype=torch.float32)])
     for p in model.parameters():
         optimizer.state[p]["momentum_buffer"].fill_(1e15)
@@ -57,7 +57,7 @@ def test_gradients_from_before_the_optimizer_are_no_reason_to_leave_a_layer_out(
     model = mlp()
     x, y = rows()
     F.cross_entropy(model(x), y).backward()
-    optimizer = rkfac.RSKFAC(model, **EVERY)
+    optimizer = stated.RSKFAC(model, **EVERY)
     F.cross_entropy(model(x.flip(0)), y).backward()
     optimizer.step()
     train(model, optimizer, [rows()])
@@ -79,7 +79,7 @@ class Branch(nn.Module):
 
 def test_a_penalty_that_is_all_a_layer_has_at_first_is_no_reason_to_leave_it_out() -> None:
     model = Branch().double()
-    optimizer = rkfac.RSKFAC(model, **EVERY)
+    optimizer = stated.RSKFAC(model, **EVERY)
     for x, y in (rows() for _ in range(3)):
         optimizer.zero_grad()
         (F.cross_entropy(model(x), y) + 5e-4 * sum(p.square().sum() for p in model.parameters())).backward()
@@ -89,7 +89,7 @@ def test_a_penalty_that_is_all_a_layer_has_at_first_is_no_reason_to_leave_it_out
 
 def test_forwards_that_nobody_differentiates_hold_few_graphs_under_drawn_targets() -> None:
     model = mlp()
-    optimizer = rkfac.RSKFAC(model, fisher="mc", **EVERY)
+    optimizer = stated.RSKFAC(model, fisher="mc", **EVERY)
     alive = []
     for _ in range(80):
         x = rows()[0]

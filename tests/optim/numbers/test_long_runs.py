@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import rkfac
+from optim import stated
 from optim.numbers.injections import assert_finite
 
 
@@ -20,6 +20,10 @@ def _silence_is_required() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         yield
+
+
+# Where a direction's own length is what may be beyond all numbers.
+OWN: dict[str, Any] = {"graft": None, "momentum": 0.0, "update_clip": 0.07}
 
 
 def small_net() -> nn.Sequential:
@@ -34,7 +38,7 @@ def test_a_model_that_has_long_converged_stays_whole() -> None:
     torch.manual_seed(0)
     model = small_net()
     x, y = torch.randn(64, 10), torch.randint(2, (64,))
-    optimizer = rkfac.RSKFAC(model, lr=0.1, factor_every=1, inverse_every=5, factor_start="identity")
+    optimizer = stated.RSKFAC(model, lr=0.1, factor_every=1, inverse_every=5, factor_start="identity", **OWN)
     for _ in range(1400):
         optimizer.zero_grad()
         loss = F.cross_entropy(model(x), y)
@@ -49,7 +53,7 @@ def test_a_regression_converges_with_averages_of_short_memory() -> None:
     teacher, model = small_net(), small_net()
     x = torch.randn(64, 10)
     y = teacher(x).detach()
-    optimizer = rkfac.RSKFAC(model, lr=0.1, factor_every=1, inverse_every=10, factor_decay=0.5)
+    optimizer = stated.RSKFAC(model, lr=0.1, factor_every=1, inverse_every=10, factor_decay=0.5)
     found = []
     for _ in range(250):
         optimizer.zero_grad()
@@ -70,7 +74,7 @@ def test_gradients_of_zero_long_enough_to_be_forgotten_are_survived(
     """A hinge loss that is met, a saturated softmax: the average decays below every number (2^-20 a step)."""
     model = small_net().to(dtype)
     x, y = torch.randn(8, 10, dtype=dtype), torch.randn(8, 2, dtype=dtype)
-    optimizer = rkfac.RSKFAC(model, factor_every=1, inverse_every=7, factor_decay=decay, factor_start=start)
+    optimizer = stated.RSKFAC(model, factor_every=1, inverse_every=7, factor_decay=decay, factor_start=start)
     for i in range(70):
         optimizer.zero_grad()
         (F.mse_loss(model(x), y) * (i in (0, 69))).backward()
@@ -88,7 +92,7 @@ def test_a_dead_layer_stays_where_it_is_and_the_others_train() -> None:
     with torch.no_grad():
         model[0].bias.fill_(-100.0)
     x, y = torch.randn(12, 6), torch.randint(4, (12,))
-    optimizer = rkfac.RSKFAC(model, factor_every=1, inverse_every=10, factor_decay=0.5)
+    optimizer = stated.RSKFAC(model, factor_every=1, inverse_every=10, factor_decay=0.5)
     start = [p.detach().clone() for p in model.parameters()]
     for _ in range(150):
         optimizer.zero_grad()
@@ -102,7 +106,7 @@ def test_a_dead_layer_stays_where_it_is_and_the_others_train() -> None:
 @pytest.mark.parametrize("name", ["KFAC", "RSKFAC", "SREKFAC"])
 def test_batches_of_one_train(name: str) -> None:
     model = small_net()
-    optimizer = getattr(rkfac, name)(model, factor_every=1, inverse_every=2, rank=4, factor_start="unbiased")
+    optimizer = getattr(stated, name)(model, factor_every=1, inverse_every=2, rank=4, factor_start="unbiased")
     x, y = torch.randn(16, 10), torch.randint(2, (16,))
     losses = []
     for i in range(160):
@@ -123,7 +127,9 @@ def test_a_damping_scheduled_to_its_ends_keeps_every_step_within_the_clip(
 ) -> None:
     model = small_net()
     x, y = torch.randn(64, 10), torch.randint(2, (64,))
-    optimizer = rkfac.RSKFAC(model, lr=0.1, damping_rule=rule, relative_to="largest" if relative else None, rank=5, inverse_every=3)
+    optimizer = stated.RSKFAC(
+        model, lr=0.1, damping_rule=rule, relative_to="largest" if relative else None, rank=5, inverse_every=3, **OWN
+    )
     for i in range(12):
         if i == 4:
             optimizer.param_groups[0]["damping"] = damping
@@ -143,11 +149,11 @@ def test_a_huge_learning_rate_reaches_no_weight_as_inf(momentum: float) -> None:
     """lr times a direction can be beyond float32 although the direction is not: without a clip it is refused."""
     model = small_net()
     x, y = torch.randn(64, 10), torch.randint(2, (64,))
-    optimizer = rkfac.RSKFAC(model, lr=1e30, momentum=momentum, update_clip=None, max_failures=10)
+    optimizer = stated.RSKFAC(model, lr=1e30, graft=None, momentum=momentum, update_clip=None, max_failures=10)
     optimizer.zero_grad()
     (1e-9 * F.cross_entropy(model(x), y)).backward()
     with pytest.warns(UserWarning, match="left out"):
         optimizer.step()
     assert_finite(model, optimizer)
     with pytest.raises(ValueError, match="lr"):
-        rkfac.RSKFAC(small_net(), lr=1e39)
+        stated.RSKFAC(small_net(), lr=1e39)

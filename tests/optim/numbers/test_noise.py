@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import rkfac
+from optim import stated
 
 datasets = pytest.importorskip("sklearn.datasets")
 
@@ -30,7 +30,7 @@ def losses(noise: float, start: Any, steps: int = 22) -> list[float]:
     with torch.no_grad():
         for p, d in zip(model.parameters(), disturbance, strict=True):
             p.mul_(1 + noise * d)
-    optimizer = rkfac.RSKFAC(model, rank=32, factor_start=start)
+    optimizer = stated.RSKFAC(model, rank=32, factor_start=start)
     found = []
     for i in range(steps):
         batch = order[128 * (i % 14) : 128 * (i % 14) + 128]

@@ -14,18 +14,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import rkfac
+from optim import stated
 from optim.problems import mlp
 
 SCALES = (1e-18, 1e-9, 1e12)
 SMALL: dict[str, Any] = {"rank": 3, "oversampling": 2, "power_iterations": 2}
 SKETCHED: dict[str, Callable[..., rkfac.KFAC]] = {
-    "KFAC": rkfac.KFAC,
-    "RSKFAC": partial(rkfac.RSKFAC, **SMALL),
-    "SREKFAC": partial(rkfac.SREKFAC, **SMALL),
-    "Nystrom": partial(rkfac.KFAC, decomposition=rkfac.Nystrom(), **SMALL),
+    "KFAC": stated.KFAC,
+    "RSKFAC": partial(stated.RSKFAC, **SMALL),
+    "SREKFAC": partial(stated.SREKFAC, **SMALL),
+    "Nystrom": partial(stated.KFAC, decomposition=rkfac.Nystrom(), **SMALL),
 }
 # A buffer holds the update itself; weights of 1e18 would round an update of 0.07 away.
-EVERY: dict[str, Any] = {"factor_every": 1, "inverse_every": 1, "momentum": 0.5}
+EVERY: dict[str, Any] = {"graft": None, "factor_every": 1, "inverse_every": 1, "momentum": 0.5}
 
 
 @pytest.fixture(autouse=True)
@@ -132,7 +133,16 @@ def test_a_deep_sigmoid_net_trains(name: str) -> None:
     """Its first gradients are 24 layers of sigmoids away from the loss: 1e-20 and less."""
     model = nn.Sequential(*(m for _ in range(24) for m in (nn.Linear(16, 16), nn.Sigmoid())))
     x, y = torch.randn(32, 16), torch.rand(32, 16)
-    optimizer = SKETCHED[name](model, lr=0.1, factor_every=1, inverse_every=50, factor_start="unbiased")
+    optimizer = SKETCHED[name](
+        model,
+        lr=0.1,
+        graft=None,
+        momentum=0.0,
+        update_clip=0.07,
+        factor_every=1,
+        inverse_every=50,
+        factor_start="unbiased",
+    )
     losses = []
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -161,8 +171,13 @@ def test_norm_layers_with_gradients_of_1e_19_move_as_in_float64(norm: type[nn.Mo
         torch.manual_seed(2)
         layer = norm(8).to(dtype)
         x, y = torch.randn(16, 8).to(dtype), torch.randn(16, 8).to(dtype)
-        optimizer = rkfac.KFAC(
-            layer, momentum=0.5, factor_every=1, inverse_every=1, factor_start="unbiased", relative_to="largest" if relative else None
+        optimizer = stated.KFAC(
+            layer,
+            momentum=0.5,
+            factor_every=1,
+            inverse_every=1,
+            factor_start="unbiased",
+            relative_to="largest" if relative else None,
         )
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -189,7 +204,7 @@ def test_milliseconds_since_1970_beside_ordinary_features_move_no_weight_beyond_
         model[0].weight[:, 2].mul_(1e-12)  # so that gradients pass the tanh
     y = torch.randint(3, (16,))
     lr, clip = 0.1, 0.07
-    optimizer = rkfac.RSKFAC(
+    optimizer = stated.RSKFAC(
         model, lr=lr, update_clip=clip, momentum=momentum, fallback=fallback, factor_every=1, inverse_every=1
     )
     solvers = {name: getattr(torch.linalg, name) for name in ("svd", "eigh")}

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import rkfac
+from optim import stated
 from optim.problems import averages
 
 SETTINGS: dict[str, Any] = {
@@ -56,7 +57,7 @@ def test_directions_agree_with_float64_down_to_a_damping_of_1e_5(name: str, damp
 @pytest.mark.parametrize("damping", [1e-3, 1e-4, 1e-5])
 def test_embeddings_agree_with_float64_down_to_a_damping_of_1e_5(damping: float) -> None:
     model = nn.Sequential(nn.Embedding(12, 40), nn.Flatten(), nn.Linear(40, 5))
-    optimizer = rkfac.RSKFAC(model, lr=0.0, damping=damping, rank=10, oversampling=4, **SETTINGS)
+    optimizer = stated.RSKFAC(model, lr=0.0, damping=damping, rank=10, oversampling=4, **SETTINGS)
     F.cross_entropy(model(torch.randint(12, (6, 1))), torch.randint(5, (6,))).backward()
     optimizer.step()
     known = averages(optimizer)
@@ -72,7 +73,7 @@ def test_embeddings_agree_with_float64_down_to_a_damping_of_1e_5(damping: float)
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d])
 def test_norms_agree_with_float64_down_to_a_damping_of_1e_5(norm: type[nn.Module], damping: float) -> None:
     layer = norm(8)
-    optimizer = rkfac.KFAC(layer, lr=0.0, damping=damping, **SETTINGS)
+    optimizer = stated.KFAC(layer, lr=0.0, damping=damping, **SETTINGS)
     F.mse_loss(layer(torch.randn(16, 8)), torch.randn(16, 8)).backward()
     optimizer.step()
     blocks = next(iter(averages(optimizer).values())).double()

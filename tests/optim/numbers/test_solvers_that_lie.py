@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import rkfac
+from optim import stated
 from optim.numbers.injections import assert_finite
 from optim.problems import assert_moved, mlp, parameters, rows, same, step, twin
 
@@ -36,7 +37,7 @@ def test_nan_vectors_in_float32_are_computed_again_in_float64(
 ) -> None:
     model = mlp(dtype=torch.float32)
     other = twin(model)
-    optimizer, healthy = (rkfac.KFAC(m, decomposition=sketch, **SMALL) for m in (model, other))
+    optimizer, healthy = (stated.KFAC(m, decomposition=sketch, **SMALL) for m in (model, other))
     batches = [rows(dtype=torch.float32) for _ in range(4)]
     for batch in batches:
         step(other, healthy, batch)
@@ -56,7 +57,7 @@ def test_nan_vectors_in_both_precisions_leave_the_old_basis_in_use(
     sketch: rkfac.RSVD, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = mlp(dtype=torch.float32)
-    optimizer = rkfac.KFAC(model, decomposition=sketch, **SMALL)
+    optimizer = stated.KFAC(model, decomposition=sketch, **SMALL)
     step(model, optimizer, rows(dtype=torch.float32))
     old = copy.deepcopy(optimizer.state_dict()["curvature"]["blocks"])
     start = parameters(model)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import rkfac
+from optim import stated
 from optim.problems import (
     assert_same_averages,
     assert_same_parameters,
@@ -59,7 +59,7 @@ def test_fullgraph_works_and_steps_without_statistics_are_one_graph(in_place: bo
         running: Any = other
     else:
         running = torch.compile(other, backend=counting, fullgraph=True)
-    optimizer, reference = rkfac.KFAC(running, **settings), rkfac.KFAC(plain, **settings)
+    optimizer, reference = stated.KFAC(running, **settings), stated.KFAC(plain, **settings)
     batches = [sentences() for _ in range(7)]
     train(running, optimizer, batches)
     train(plain, reference, batches)
@@ -74,7 +74,7 @@ def test_a_graph_traced_before_the_optimizer_is_left_whole_and_still_observed() 
     running = torch.compile(model, backend=counting)
     running(rows()[0]).sum().backward()
     before = counting.graphs
-    optimizer = rkfac.KFAC(running, factor_every=1, inverse_every=1)
+    optimizer = stated.KFAC(running, factor_every=1, inverse_every=1)
     train(running, optimizer, [rows() for _ in range(3)])
     assert counting.graphs == before
     assert updates(optimizer) == {3}
@@ -86,7 +86,7 @@ def test_graphs_of_other_people_stay_compiled() -> None:
     x = rows()[0]
     stranger(x)
     model = mlp()
-    optimizer = rkfac.KFAC(torch.compile(model, backend="eager"), factor_every=2, inverse_every=2)
+    optimizer = stated.KFAC(torch.compile(model, backend="eager"), factor_every=2, inverse_every=2)
     train(model, optimizer, [rows() for _ in range(3)])
     optimizer.close()
     graphs = counting.graphs
@@ -98,7 +98,7 @@ def test_a_plain_model_s_old_graph_is_said_loudly_after_one_period() -> None:
     model = mlp()
     running = torch.compile(model, backend="eager")
     running(rows()[0]).sum().backward()  # traced without hooks
-    optimizer = rkfac.KFAC(model, factor_every=4, inverse_every=4)
+    optimizer = stated.KFAC(model, factor_every=4, inverse_every=4)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         train(running, optimizer, [rows() for _ in range(3)])
@@ -121,7 +121,7 @@ def test_an_exception_in_a_compiled_forward_does_not_leave_dynamo_forced_to_be_e
 
     model = Fragile()
     running = torch.compile(model, backend=counting)
-    optimizer = rkfac.KFAC(running, factor_every=1, inverse_every=1)
+    optimizer = stated.KFAC(running, factor_every=1, inverse_every=1)
     with pytest.raises(RuntimeError):
         running(torch.randn(3, 5).double())  # on a statistics step
     stranger = torch.compile(mlp(), backend=counting)
@@ -135,7 +135,7 @@ def test_an_interrupt_in_a_compiled_forward_does_not_leave_dynamo_forced_to_be_e
     """Ctrl-C in a notebook: KeyboardInterrupt is no Exception, so hooks with always_call do not run."""
     counting, model = Counting(), mlp()
     running = torch.compile(model, backend=counting)
-    optimizer = rkfac.KFAC(running, factor_every=1, inverse_every=1)
+    optimizer = stated.KFAC(running, factor_every=1, inverse_every=1)
 
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -155,7 +155,7 @@ def test_an_interrupt_in_a_compiled_forward_does_not_leave_dynamo_forced_to_be_e
 def test_inference_between_steps_uses_the_graph() -> None:
     counting, model = Counting(), mlp()
     running = torch.compile(model, backend=counting)
-    optimizer = rkfac.KFAC(running, factor_every=1, inverse_every=1)
+    optimizer = stated.KFAC(running, factor_every=1, inverse_every=1)
     with torch.no_grad():
         running(rows()[0])
     assert counting.calls == 1
@@ -167,8 +167,8 @@ def test_a_compiled_part_of_a_model_is_observed() -> None:
     plain = nn.Sequential(mlp(), nn.Linear(4, 4).double())
     other = twin(plain)
     other[0] = torch.compile(other[0], backend="eager", fullgraph=True)
-    optimizer = rkfac.KFAC(other, factor_every=2, inverse_every=2)
-    reference = rkfac.KFAC(plain, factor_every=2, inverse_every=2)
+    optimizer = stated.KFAC(other, factor_every=2, inverse_every=2)
+    reference = stated.KFAC(plain, factor_every=2, inverse_every=2)
     batches = [rows() for _ in range(4)]
     train(other, optimizer, batches)
     train(plain, reference, batches)
@@ -181,7 +181,7 @@ def test_a_compiled_part_of_a_model_is_observed() -> None:
 def test_a_compiled_function_around_model_and_loss_is_observed_or_said(backend: str) -> None:
     """torch.compile(lambda: loss): Dynamo sees the hooks while tracing; whatever happens must not be silent."""
     model = mlp()
-    optimizer = rkfac.KFAC(model, factor_every=2, inverse_every=2)
+    optimizer = stated.KFAC(model, factor_every=2, inverse_every=2)
 
     def whole(x: Any, y: Any) -> Any:
         return F.cross_entropy(model(x), y)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
 import rkfac
+from optim import stated
 from optim.problems import mlp, parameters, rows, step, train, twin
 
 EVERY: dict[str, Any] = {"factor_every": 1, "inverse_every": 1}
@@ -43,7 +44,7 @@ CHANGES = {
 @pytest.mark.parametrize("warm", [False, True], ids=["before any step", "after a step"])
 def test_a_weight_changed_after_construction_retires_its_layer(change: str, warm: bool) -> None:
     model = mlp()
-    optimizer = rkfac.KFAC(model, **EVERY)
+    optimizer = stated.KFAC(model, **EVERY)
     if warm:
         step(model, optimizer, rows())
     work, word = CHANGES[change]
@@ -75,7 +76,7 @@ def test_a_tied_weight_moves_once_by_its_fallback_step() -> None:
             return self.head(torch.tanh(self.two(torch.tanh(self.one(x)))))
 
     model = Twice().double()
-    optimizer = rkfac.KFAC(model, lr=0.1, **EVERY)
+    optimizer = stated.KFAC(model, lr=0.1, **EVERY)
     model.two.weight = model.one.weight
     start = parameters(model)["one.weight"]
     with pytest.warns(UserWarning, match="fallback"):
@@ -96,7 +97,7 @@ class TiedByHand(nn.Module):
 
 def test_a_weight_used_by_hand_is_found_at_its_first_gradient() -> None:
     model = TiedByHand().double()
-    optimizer = rkfac.KFAC(model, lr=0.1, **EVERY)
+    optimizer = stated.KFAC(model, lr=0.1, **EVERY)
     start = parameters(model)["embedding.weight"]
     with pytest.warns(UserWarning, match="'embedding' trains by the fallback rule.*used by hand"):
         step(model, optimizer, (torch.randint(9, (8, 5)), torch.randint(9, (8,))))
@@ -109,7 +110,7 @@ def test_frozen_layers_cost_nothing_and_say_so() -> None:
     model = mlp()
     for p in model[0].parameters():
         p.requires_grad_(False)
-    optimizer = rkfac.KFAC(model, **EVERY)
+    optimizer = stated.KFAC(model, **EVERY)
     train(model, optimizer, [rows() for _ in range(3)])
     record = next(r for r in optimizer.report() if r.name == "0")
     assert not record.covered
@@ -121,7 +122,7 @@ def test_frozen_layers_cost_nothing_and_say_so() -> None:
 def test_a_frozen_weight_with_a_trained_bias_is_not_reported_as_covered() -> None:
     model = mlp()
     model[2].weight.requires_grad_(False)
-    optimizer = rkfac.KFAC(model, lr=0.1, **EVERY)
+    optimizer = stated.KFAC(model, lr=0.1, **EVERY)
     start = parameters(model)
     step(model, optimizer, rows())
     record = next(r for r in optimizer.report() if r.name == "2")
@@ -135,7 +136,7 @@ def test_a_layer_thawed_later_is_preconditioned_from_then_on() -> None:
     model = mlp()
     for p in model[0].parameters():
         p.requires_grad_(False)
-    optimizer = rkfac.KFAC(model, **EVERY)
+    optimizer = stated.KFAC(model, **EVERY)
     train(model, optimizer, [rows()])
     for p in model[0].parameters():
         p.requires_grad_(True)
@@ -150,11 +151,11 @@ def test_a_misspelt_pattern_is_refused(argument: str) -> None:
     model.add_module("body", nn.Linear(6, 8))
     model.add_module("head", nn.Linear(8, 4))
     with pytest.raises(ValueError, match=f"{argument}='haed' matches no module"):
-        rkfac.RSKFAC(model, **{argument: "haed"})
+        stated.RSKFAC(model, **{argument: "haed"})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        rkfac.RSKFAC(model, **{argument: "head"}).close()
-    rkfac.RSKFAC(model, exclude=("*Norm*", "Embedding")).close()  # kinds of layers this model has none of
+        stated.RSKFAC(model, **{argument: "head"}).close()
+    stated.RSKFAC(model, exclude=("*Norm*", "Embedding")).close()  # kinds of layers this model has none of
 
 
 @pytest.mark.parametrize("steps", [1, 5])
@@ -171,7 +172,7 @@ def test_complex_parameters_under_adamw_equal_torch_s(steps: int) -> None:
     other = twin(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        optimizer = rkfac.KFAC(model, lr=0.01, fallback="adamw", weight_decay=0.1)
+        optimizer = stated.KFAC(model, lr=0.01, fallback="adamw", weight_decay=0.1)
     reference = torch.optim.AdamW(other.parameters(), lr=0.01, weight_decay=0.1)
     for batch in (rows() for _ in range(steps)):
         step(model, optimizer, batch)
@@ -182,7 +183,7 @@ def test_complex_parameters_under_adamw_equal_torch_s(steps: int) -> None:
 def test_one_warning_when_less_than_half_is_covered_names_the_largest_and_why() -> None:
     model = nn.Sequential(nn.LSTM(20, 30), nn.Bilinear(30, 30, 5), nn.Linear(5, 3))
     with pytest.warns(UserWarning, match="are preconditioned") as said:
-        rkfac.RSKFAC(model)
+        stated.RSKFAC(model)
     assert len(said) == 1
     text = str(said[0].message)
     assert "only 18 of" in text
@@ -196,13 +197,13 @@ def test_no_warning_when_most_is_covered_or_frozen() -> None:
     model = nn.Sequential(nn.LSTM(20, 30).requires_grad_(False), nn.Linear(30, 5))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        rkfac.RSKFAC(model)
-        rkfac.RSKFAC(mlp())
+        stated.RSKFAC(model)
+        stated.RSKFAC(mlp())
 
 
 def test_oversampling_zero_with_a_warm_start_trains_200_steps() -> None:
     model = mlp(dtype=torch.float32)
-    optimizer = rkfac.RSKFAC(model, lr=0.01, rank=3, oversampling=0, warm_start=True, factor_every=2, inverse_every=5)
+    optimizer = stated.RSKFAC(model, lr=0.01, rank=3, oversampling=0, warm_start=True, factor_every=2, inverse_every=5)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         train(model, optimizer, [rows(dtype=torch.float32) for _ in range(200)])

@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import rkfac
+from optim import stated
 from optim.problems import assert_same_parameters, mlp, reader, rows, same, sentences, step, train, twin
 
-ADAM = ("exp_avg", "exp_avg_sq", "adam_step")
+TOGETHER = ("exp_avg", "exp_avg_sq", "adam_step", "momentum_buffer", "decay_share")
 SETTINGS: dict[str, Any] = {"momentum": 0.9, "rank": 2, "oversampling": 1, "factor_every": 2, "inverse_every": 2}
 
 
@@ -66,7 +67,7 @@ def snapshot(optimizer: rkfac.KFAC) -> dict[str, Any]:
 def trained(fallback: str = "adamw", fisher: str = "empirical") -> tuple[nn.Module, rkfac.KFAC, dict[str, Any]]:
     """A state worth saving, then an optimizer two steps further on."""
     model = reader()
-    optimizer = rkfac.RSKFAC(model, fallback=fallback, fisher=fisher, **SETTINGS)
+    optimizer = stated.RSKFAC(model, fallback=fallback, fisher=fisher, **SETTINGS)
     train(model, optimizer, [sentences() for _ in range(3)])
     saved = snapshot(optimizer)
     train(model, optimizer, [sentences() for _ in range(2)])
@@ -119,7 +120,7 @@ def test_every_damage_to_the_curvature_is_refused_and_changes_nothing() -> None:
 def test_every_damage_to_buffers_and_groups_is_refused_and_changes_nothing() -> None:
     def no_buffers_yet(path: Any, kind: str) -> bool:
         """A parameter that got no gradient yet has none."""
-        return path[0] == "state" and kind in ("deleted", "emptied") and path[-1] not in ADAM
+        return path[0] == "state" and kind in ("deleted", "emptied") and path[-1] not in TOGETHER
 
     _, optimizer, saved = trained()
     assert_all_refused(optimizer, saved, ["state", "param_groups"], no_buffers_yet, 100)
@@ -128,7 +129,7 @@ def test_every_damage_to_buffers_and_groups_is_refused_and_changes_nothing() -> 
 def test_a_refused_state_leaves_a_run_that_goes_on_bit_for_bit() -> None:
     model, optimizer, saved = trained(fisher="mc")
     other = twin(model)
-    reference = rkfac.RSKFAC(other, fallback="adamw", fisher="mc", **SETTINGS)
+    reference = stated.RSKFAC(other, fallback="adamw", fisher="mc", **SETTINGS)
     reference.load_state_dict(snapshot(optimizer))
     last = list(saved["curvature"]["blocks"])[-1]
     del saved["curvature"]["blocks"][last]["factors"]["output"]["value"]
@@ -143,6 +144,9 @@ def test_a_refused_state_leaves_a_run_that_goes_on_bit_for_bit() -> None:
 CHOICES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "rule": ({"damping_rule": "factored"}, {"damping_rule": "pi"}),
     "relative": ({}, {"relative_to": None}),
+    "measure": ({}, {"relative_to": "mean"}),
+    "graft": ({}, {"graft": "adamw"}),
+    "no graft": ({}, {"graft": None}),
     "sharing": ({}, {"weight_sharing": "reduce"}),
     "average": ({}, {"loss_average": "sum"}),
     "fisher": ({}, {"fisher": "mc"}),
@@ -158,7 +162,7 @@ CHOICES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_a_state_of_another_algorithm_is_refused(choice: str) -> None:
     model = mlp()
     mine, theirs = CHOICES[choice]
-    first, second = rkfac.KFAC(model, rank=2, **mine), rkfac.KFAC(twin(model), rank=2, **theirs)
+    first, second = stated.KFAC(model, rank=2, **mine), stated.KFAC(twin(model), rank=2, **theirs)
     step(model, first, rows())
     before = snapshot(second)
     with pytest.raises(ValueError, match="belongs to another algorithm"):
@@ -168,14 +172,14 @@ def test_a_state_of_another_algorithm_is_refused(choice: str) -> None:
 
 def test_a_state_of_a_torch_optimizer_is_refused() -> None:
     model = mlp()
-    optimizer = rkfac.KFAC(model)
+    optimizer = stated.KFAC(model)
     with pytest.raises(ValueError, match="not the state of an rkfac optimizer"):
         optimizer.load_state_dict(torch.optim.SGD(model.parameters(), lr=0.1).state_dict())
 
 
 def test_scripting_works_unhooked_and_says_how_when_hooked() -> None:
     model = mlp()
-    optimizer = rkfac.KFAC(model, factor_every=1, inverse_every=1)
+    optimizer = stated.KFAC(model, factor_every=1, inverse_every=1)
     with pytest.raises(Exception, match=r"with optimizer\.unhooked\(\)"):
         torch.jit.script(model)
     x, y = rows()

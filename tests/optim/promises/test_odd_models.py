@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import rkfac
+from optim import stated
 from optim.problems import (
     assert_moved,
     assert_same_averages,
@@ -39,7 +40,7 @@ def test_a_transformer_layer_of_torch_s_own(fisher: str) -> None:
     encoder = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     model = nn.Sequential(encoder, nn.Flatten(), nn.Linear(40, 4)).double()
     start = parameters(model)
-    optimizer = rkfac.RSKFAC(model, rank=3, fisher=fisher, **EVERY)
+    optimizer = stated.RSKFAC(model, rank=3, fisher=fisher, **EVERY)
     train(model, optimizer, [(torch.randn(6, 5, 8).double(), torch.randint(4, (6,))) for _ in range(3)])
     assert covered(optimizer) == {
         "0.linear1": True,
@@ -71,7 +72,7 @@ class Adapted(nn.Module):
 def test_lora_trains_its_adapters_and_leaves_the_base(fisher: str) -> None:
     model = nn.Sequential(Adapted(), nn.Tanh(), nn.Linear(8, 4)).double()
     base = model[0].base.weight.clone()
-    optimizer = rkfac.KFAC(model, fisher=fisher, **EVERY)
+    optimizer = stated.KFAC(model, fisher=fisher, **EVERY)
     train(model, optimizer, [rows() for _ in range(4)])
     assert covered(optimizer) == {"0.base": False, "0.down": True, "0.up": True, "2": True}
     frozen = next(record for record in optimizer.report() if record.name == "0.base")
@@ -94,7 +95,7 @@ class Recurrent(nn.Module):
 @FISHERS
 def test_a_layer_called_three_times_in_a_forward_is_observed_once_a_step(fisher: str) -> None:
     model = Recurrent().double()
-    optimizer = rkfac.KFAC(model, fisher=fisher, **EVERY)
+    optimizer = stated.KFAC(model, fisher=fisher, **EVERY)
     train(model, optimizer, [rows() for _ in range(3)])
     assert updates(optimizer) == {3}
     assert all(covered(optimizer).values())
@@ -114,7 +115,7 @@ class TiedLanguage(nn.Module):
 def test_tied_embeddings_train_by_the_fallback_rule_once() -> None:
     model = TiedLanguage().double()
     with pytest.warns(UserWarning, match="tied to another module's"):
-        optimizer = rkfac.KFAC(model, lr=0.1, **EVERY)
+        optimizer = stated.KFAC(model, lr=0.1, **EVERY)
     start = model.head.weight.detach().clone()
     F.cross_entropy(model(torch.randint(9, (8, 5))), torch.randint(9, (8,))).backward()
     optimizer.step()
@@ -134,7 +135,7 @@ def test_an_lstm_trains_by_the_fallback_rule_and_its_head_is_covered() -> None:
     model = Reads()
     start = parameters(model)
     with pytest.warns(UserWarning, match="no adapter for LSTM"):
-        optimizer = rkfac.RSKFAC(model, **EVERY)
+        optimizer = stated.RSKFAC(model, **EVERY)
     train(model, optimizer, [(torch.randn(4, 7, 6), torch.randint(4, (4,))) for _ in range(3)])
     assert covered(optimizer) == {"head": True, "lstm": False}
     assert_moved(model, start)
@@ -143,7 +144,7 @@ def test_an_lstm_trains_by_the_fallback_rule_and_its_head_is_covered() -> None:
 def test_channels_last_has_the_factors_and_steps_of_the_usual_layout() -> None:
     model = convnet()
     other = twin(model).to(memory_format=torch.channels_last)
-    optimizer, reference = rkfac.KFAC(other, **EVERY), rkfac.KFAC(model, **EVERY)
+    optimizer, reference = stated.KFAC(other, **EVERY), stated.KFAC(model, **EVERY)
     for x, y in (images() for _ in range(3)):
         step(other, optimizer, (x.to(memory_format=torch.channels_last), y))
         step(model, reference, (x, y))
@@ -155,7 +156,7 @@ def test_groups_added_later_are_preconditioned_from_then_on() -> None:
     model = mlp()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        optimizer = rkfac.KFAC(model, params=list(model[4].parameters()), **EVERY)
+        optimizer = stated.KFAC(model, params=list(model[4].parameters()), **EVERY)
     train(model, optimizer, [rows()])
     optimizer.add_param_group({"params": [*model[0].parameters(), *model[2].parameters()], "lr": 0.01})
     before = parameters(model)
@@ -166,7 +167,7 @@ def test_groups_added_later_are_preconditioned_from_then_on() -> None:
 
 def test_a_penalty_on_the_weights_inside_the_loss_of_the_usual_size_keeps_layers_covered() -> None:
     model, (x, y) = mlp(), rows()
-    optimizer = rkfac.KFAC(model, **EVERY)
+    optimizer = stated.KFAC(model, **EVERY)
     penalty = sum(p.square().sum() for p in model.parameters())
     (F.cross_entropy(model(x), y) + 2.5e-4 * penalty).backward()
     optimizer.step()
@@ -176,7 +177,7 @@ def test_a_penalty_on_the_weights_inside_the_loss_of_the_usual_size_keeps_layers
 def test_a_layer_that_no_loss_reaches_says_so_and_the_others_train() -> None:
     model = mlp()
     model.add_module("unused", nn.Linear(4, 4).double())
-    optimizer = rkfac.KFAC(model, **EVERY)
+    optimizer = stated.KFAC(model, **EVERY)
     for x, y in (rows() for _ in range(12)):
         optimizer.zero_grad()
         F.cross_entropy(model[:5](x), y).backward()
@@ -188,7 +189,7 @@ def test_a_layer_that_no_loss_reaches_says_so_and_the_others_train() -> None:
 
 def test_only_layers_a_backward_reaches_collect() -> None:
     model, (x, y) = mlp(), rows()
-    optimizer = rkfac.KFAC(model, **EVERY)
+    optimizer = stated.KFAC(model, **EVERY)
     F.cross_entropy(model(x), y).backward(inputs=[model[4].weight, model[2].bias])
     optimizer.step()
     blocks = optimizer.state_dict()["curvature"]["blocks"]

@@ -16,7 +16,7 @@ from torch.func import functional_call, grad, vmap
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
-import rkfac
+from optim import stated
 from optim.problems import (
     assert_moved,
     assert_same_averages,
@@ -128,7 +128,7 @@ PROGRAMS = [
 def test_the_factors_are_those_of_the_plain_step(program: Program, fisher: str) -> None:
     model = mlp()
     other, (x, y) = twin(model), rows()
-    optimizer, reference = (rkfac.KFAC(m, lr=0.1, fisher=fisher, **EVERY) for m in (model, other))
+    optimizer, reference = (stated.KFAC(m, lr=0.1, fisher=fisher, **EVERY) for m in (model, other))
     program(model, optimizer, x, y)
     if fisher == "mc":
         reference._capture.draws = optimizer.state_dict()["curvature"]["draws"] - 1  # what was left out drew too
@@ -155,7 +155,7 @@ class Checkpoints(nn.Module):
 def test_checkpoints_of_every_kind_collect_once(kind: str, fisher: str) -> None:
     net = mlp()
     model, reference = Checkpoints(net, kind), twin(net)
-    optimizer, expected = (rkfac.KFAC(m, fisher=fisher, **EVERY) for m in (model, reference))
+    optimizer, expected = (stated.KFAC(m, fisher=fisher, **EVERY) for m in (model, reference))
     for batch in (rows() for _ in range(2)):
         step(model, optimizer, batch)
         step(reference, expected, batch)
@@ -167,8 +167,8 @@ def test_checkpoints_of_every_kind_collect_once(kind: str, fisher: str) -> None:
 def test_two_optimizers_on_one_model_do_not_disturb_each_other(first: str, second: str) -> None:
     model = mlp()
     alone, (x, y) = [twin(model), twin(model)], rows()
-    together = [rkfac.KFAC(model, lr=0.0, fisher=fisher, **EVERY) for fisher in (first, second)]
-    apart = [rkfac.KFAC(m, lr=0.0, fisher=f, **EVERY) for m, f in zip(alone, (first, second), strict=True)]
+    together = [stated.KFAC(model, lr=0.0, fisher=fisher, **EVERY) for fisher in (first, second)]
+    apart = [stated.KFAC(m, lr=0.0, fisher=f, **EVERY) for m, f in zip(alone, (first, second), strict=True)]
     F.cross_entropy(model(x), y).backward()
     for both, one, own in zip(together, apart, alone, strict=True):
         both.step()
@@ -180,7 +180,7 @@ def test_two_optimizers_on_one_model_do_not_disturb_each_other(first: str, secon
 @FISHERS
 def test_an_empty_batch_counts_for_nothing(draw: Any, fisher: str) -> None:
     model = mlp() if draw is rows else convnet().eval()
-    optimizer = rkfac.KFAC(model, fisher=fisher, **EVERY)
+    optimizer = stated.KFAC(model, fisher=fisher, **EVERY)
     x, y = draw()
     model(x[:0]).sum().backward()
     optimizer.step()
@@ -193,7 +193,7 @@ def test_an_empty_batch_counts_for_nothing(draw: Any, fisher: str) -> None:
 @pytest.mark.parametrize("start, goal", [(torch.float64, torch.float32), (torch.float32, torch.float64)])
 def test_a_model_that_changes_its_precision_trains_on(start: torch.dtype, goal: torch.dtype) -> None:
     model = mlp(dtype=start)
-    optimizer = rkfac.KFAC(model, momentum=0.9, **EVERY)
+    optimizer = stated.KFAC(model, momentum=0.9, **EVERY)
     train(model, optimizer, [rows(dtype=start)])
     model.to(goal)
     before = parameters(model)
@@ -205,7 +205,7 @@ def test_a_model_that_changes_its_precision_trains_on(start: torch.dtype, goal: 
 
 def test_a_float64_model_under_autocast_trains() -> None:
     model = mlp()
-    optimizer = rkfac.KFAC(model, **EVERY)
+    optimizer = stated.KFAC(model, **EVERY)
     for x, y in (rows(64) for _ in range(3)):
         optimizer.zero_grad()
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -220,7 +220,7 @@ def test_a_float64_model_under_autocast_trains() -> None:
 def test_half_precision_weights_train(dtype: torch.dtype, fisher: str) -> None:
     model = mlp(dtype=dtype)
     start = parameters(model)
-    optimizer = rkfac.RSKFAC(model, rank=2, momentum=0.9, fisher=fisher, **EVERY)
+    optimizer = stated.RSKFAC(model, rank=2, momentum=0.9, fisher=fisher, **EVERY)
     train(model, optimizer, [rows(dtype=dtype) for _ in range(5)])
     assert updates(optimizer) == {5}
     assert all(torch.isfinite(p).all() for p in model.parameters())
@@ -230,7 +230,7 @@ def test_half_precision_weights_train(dtype: torch.dtype, fisher: str) -> None:
 
 def test_an_interrupt_inside_step_leaves_the_model_and_the_next_step_works() -> None:
     model = mlp()
-    optimizer = rkfac.KFAC(model, **EVERY)
+    optimizer = stated.KFAC(model, **EVERY)
     train(model, optimizer, [rows()])
     start, block = parameters(model), optimizer._blocks["4"]
 
@@ -250,7 +250,7 @@ def test_an_interrupt_inside_step_leaves_the_model_and_the_next_step_works() -> 
 def test_an_interrupt_in_a_forward_without_the_root_does_not_end_sampling(interruption: type[BaseException]) -> None:
     model: Any = nn.Module()
     model.body, model.head = mlp()[:4], nn.Linear(7, 4).double()
-    optimizer = rkfac.KFAC(model, fisher="mc", **EVERY)
+    optimizer = stated.KFAC(model, fisher="mc", **EVERY)
 
     def stop(*_: Any) -> None:
         raise interruption
@@ -268,7 +268,7 @@ def test_an_interrupt_in_a_forward_without_the_root_does_not_end_sampling(interr
 
 def test_logits_changed_in_place_are_served_or_refused_in_words_by_step() -> None:
     model, (x, y) = mlp(), rows()
-    optimizer = rkfac.KFAC(model, fisher="mc", **EVERY)
+    optimizer = stated.KFAC(model, fisher="mc", **EVERY)
     logits = model(x)
     logits.div_(2.0)
     F.cross_entropy(logits, y).backward()
@@ -284,7 +284,7 @@ def test_logits_changed_in_place_are_served_or_refused_in_words_by_step() -> Non
 def test_a_layer_thawed_after_zero_grad_is_observed(fisher: str) -> None:
     """As in adversarial training: the network is frozen when gradients are dropped, and trained right after."""
     model = mlp()
-    optimizer = rkfac.KFAC(model, fisher=fisher, **EVERY)
+    optimizer = stated.KFAC(model, fisher=fisher, **EVERY)
     for x, y in (rows() for _ in range(3)):
         model.requires_grad_(False)
         optimizer.zero_grad()
@@ -300,7 +300,7 @@ def test_two_forwards_drawn_by_hand_without_the_root_equal_those_with_it() -> No
     model: Any = nn.Module()
     other, (x, y) = twin(net), rows()
     model.body, model.head = net[:4], net[4]
-    optimizer, reference = (rkfac.KFAC(m, lr=0.0, fisher="mc", **EVERY) for m in (model, other))
+    optimizer, reference = (stated.KFAC(m, lr=0.0, fisher="mc", **EVERY) for m in (model, other))
     for call, owner in ((lambda v: model.head(model.body(v)), optimizer), (other, reference)):
         losses = []
         for view in (x, x + 1):
@@ -317,6 +317,6 @@ def test_two_forwards_drawn_by_hand_without_the_root_equal_those_with_it() -> No
 def test_a_user_s_gradient_hook_does_not_retire_a_layer(change: Any) -> None:
     model = mlp()
     model[2].weight.register_hook(change)
-    optimizer = rkfac.KFAC(model, **EVERY)
+    optimizer = stated.KFAC(model, **EVERY)
     train(model, optimizer, [rows() for _ in range(2)])
     assert all(record.covered and not record.reason for record in optimizer.report())

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import rkfac
+from optim import stated
 from optim.problems import rows, same, train
 
 SETTINGS: dict[str, Any] = {"lr": 0.0, "oversampling": 1, "factor_every": 1, "inverse_every": 1, "warm_start": False}
@@ -51,7 +52,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("sketch", [rkfac.RSKFAC, rkfac.SREKFAC])
+@pytest.mark.parametrize("sketch", [stated.RSKFAC, stated.SREKFAC])
 @pytest.mark.parametrize("change", CHANGES)
 def test_changing_one_layer_leaves_the_others_bit_for_bit(change: str, sketch: type[rkfac.KFAC]) -> None:
     plain, other = blocks(sketch=sketch), blocks(sketch=sketch, **CHANGES[change])

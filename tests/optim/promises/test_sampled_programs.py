@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import rkfac
+from optim import stated
 from optim.problems import (
     assert_moved,
     assert_same_averages,
@@ -88,7 +89,7 @@ def test_layers_called_without_the_root_get_the_factors_of_the_root_call(program
     net = mlp()
     reference = twin(net)
     model: Any = Lightning(net) if program == "training_step" else Pieces(net)
-    optimizer, expected = rkfac.KFAC(model, **EVERY), rkfac.KFAC(reference, **EVERY)
+    optimizer, expected = stated.KFAC(model, **EVERY), stated.KFAC(reference, **EVERY)
     start = parameters(net)
     for x, y in (rows() for _ in range(4)):
         optimizer.zero_grad()
@@ -111,7 +112,7 @@ def live_tensors() -> int:
 @pytest.mark.parametrize("every", [1, 7])
 def test_nothing_is_kept_over_120_steps(program: Any, every: int) -> None:
     model = Pieces(mlp())
-    optimizer = rkfac.RSKFAC(model, rank=2, fisher="mc", factor_every=every, inverse_every=60)
+    optimizer = stated.RSKFAC(model, rank=2, fisher="mc", factor_every=every, inverse_every=60)
     counts = []
     for number in range(120):
         x, y = rows(4)
@@ -128,7 +129,7 @@ def test_nothing_is_kept_over_120_steps(program: Any, every: int) -> None:
 def test_outputs_of_every_form_give_the_factors_of_plain_logits(form: str) -> None:
     net = mlp()
     reference, model = twin(net), Speaking(net, form)
-    optimizer, expected = rkfac.KFAC(model, **EVERY), rkfac.KFAC(reference, **EVERY)
+    optimizer, expected = stated.KFAC(model, **EVERY), stated.KFAC(reference, **EVERY)
     for x, y in (rows() for _ in range(3)):
         optimizer.zero_grad()
         out = model(x)
@@ -144,7 +145,7 @@ def test_outputs_of_every_form_give_the_factors_of_plain_logits(form: str) -> No
 def test_forwards_that_are_never_differentiated_count_for_nothing(when: str) -> None:
     model = mlp()
     other, batches = twin(model), [rows() for _ in range(3)]
-    optimizer, reference = (rkfac.KFAC(m, **EVERY) for m in (model, other))
+    optimizer, reference = (stated.KFAC(m, **EVERY) for m in (model, other))
     for x, y in batches:
         if when == "before":
             model(torch.randn(50, 6).double() * 100)
@@ -163,7 +164,7 @@ def test_forwards_that_are_never_differentiated_count_for_nothing(when: str) -> 
 
 def test_nan_logits_let_a_grad_scaler_skip_the_step() -> None:
     model = mlp(dtype=torch.float32)
-    optimizer = rkfac.KFAC(model, **EVERY)
+    optimizer = stated.KFAC(model, **EVERY)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     start = parameters(model)
     for bad in (True, False):
@@ -194,7 +195,7 @@ class Checkpointed(nn.Module):
 
 def test_reentrant_checkpointing_is_refused_in_words() -> None:
     model = Checkpointed(mlp(), reentrant=True)
-    optimizer = rkfac.KFAC(model, **EVERY)
+    optimizer = stated.KFAC(model, **EVERY)
     start, (x, y) = parameters(model), rows()
     F.cross_entropy(model(x), y).backward()
     with pytest.raises(RuntimeError, match=r"reentrant checkpoint.*use_reentrant=False"):
@@ -205,7 +206,7 @@ def test_reentrant_checkpointing_is_refused_in_words() -> None:
 def test_checkpointing_without_reentry_equals_the_plain_model() -> None:
     net = mlp()
     reference, model = twin(net), Checkpointed(net, reentrant=False)
-    optimizer, expected = rkfac.KFAC(model, **EVERY), rkfac.KFAC(reference, **EVERY)
+    optimizer, expected = stated.KFAC(model, **EVERY), stated.KFAC(reference, **EVERY)
     for batch in (rows() for _ in range(3)):
         step(model, optimizer, batch)
         step(reference, expected, batch)
@@ -224,7 +225,7 @@ class ReturnsItsLoss(nn.Module):
 
 def test_a_scalar_output_is_refused_in_words_and_leaves_the_model() -> None:
     model = ReturnsItsLoss(mlp())
-    optimizer = rkfac.KFAC(model, **EVERY)
+    optimizer = stated.KFAC(model, **EVERY)
     start = parameters(model)
     model(*rows()).backward()
     with pytest.raises(ValueError, match=r"single number.*sample_fisher"):

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import rkfac
+from optim import stated
 from optim.problems import assert_same_averages, assert_same_parameters, averages, mlp, rows, step, twin
 
 EVERY: dict[str, Any] = {"factor_every": 1, "inverse_every": 1}
@@ -43,7 +43,7 @@ class Tagger(nn.Module):
 def test_the_first_argument_has_no_say(first: Any, fisher: str) -> None:
     net = mlp()
     model, reference, (x, y) = Tempered(net), twin(net), rows()
-    optimizer, expected = (rkfac.KFAC(m, fisher=fisher, **EVERY) for m in (model, reference))
+    optimizer, expected = (stated.KFAC(m, fisher=fisher, **EVERY) for m in (model, reference))
     optimizer.zero_grad()
     F.cross_entropy(model(first, x), y).backward()
     optimizer.step()
@@ -57,7 +57,7 @@ def test_sequence_first_equals_batch_first(sizes: tuple[int, int], damping: dict
     model = Tagger().double()
     other = twin(model)
     tokens, y = torch.randint(9, sizes), torch.randint(4, sizes)
-    optimizer, reference = (rkfac.KFAC(m, **EVERY, **damping) for m in (model, other))
+    optimizer, reference = (stated.KFAC(m, **EVERY, **damping) for m in (model, other))
     F.cross_entropy(model(tokens).flatten(0, 1), y.flatten()).backward()
     optimizer.step()
     F.cross_entropy(other(tokens.T).flatten(0, 1), y.T.flatten()).backward()
@@ -70,7 +70,7 @@ def test_the_output_factor_of_a_mean_loss_is_that_of_its_samples() -> None:
     """G = mean of (softmax - onehot)(softmax - onehot)^T whatever came in first."""
     net = nn.Sequential(nn.Linear(6, 4)).double()
     model, (x, y) = Tempered(net), rows(9)
-    optimizer = rkfac.KFAC(model, lr=0.0, factor_start="unbiased", **EVERY)
+    optimizer = stated.KFAC(model, lr=0.0, factor_start="unbiased", **EVERY)
     F.cross_entropy(model(torch.tensor(2.0), x), y).backward()
     optimizer.step()
     g = net(x).softmax(-1).detach() - F.one_hot(y, 4)
@@ -82,7 +82,7 @@ def test_gradient_accumulation_over_uneven_parts_equals_the_whole_batch(parts: t
     """Each part's loss is its share of the whole, as careful programs do it: N g is the same everywhere."""
     model = mlp()
     other, (x, y) = twin(model), rows(12)
-    optimizer, reference = (rkfac.KFAC(m, lr=0.0, factor_start="unbiased", **EVERY) for m in (model, other))
+    optimizer, reference = (stated.KFAC(m, lr=0.0, factor_start="unbiased", **EVERY) for m in (model, other))
     for a, b in zip(x.split(parts), y.split(parts), strict=True):
         (F.cross_entropy(model(a), b, reduction="sum") / 12).backward()
     optimizer.step()
@@ -93,7 +93,7 @@ def test_gradient_accumulation_over_uneven_parts_equals_the_whole_batch(parts: t
 def test_a_loss_over_two_forwards_in_one_backward_equals_the_joined_batch() -> None:
     model = mlp()
     other, (x, y) = twin(model), rows(12)
-    optimizer, reference = (rkfac.KFAC(m, lr=0.0, **EVERY) for m in (model, other))
+    optimizer, reference = (stated.KFAC(m, lr=0.0, **EVERY) for m in (model, other))
     first, second = model(x[:5]), model(x[5:])
     F.cross_entropy(torch.cat([first, second]), y).backward()
     optimizer.step()
@@ -103,7 +103,7 @@ def test_a_loss_over_two_forwards_in_one_backward_equals_the_joined_batch() -> N
 
 def test_eval_mode_training_collects_as_training_mode_does() -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.0), nn.Linear(8, 4)).double().eval()
-    optimizer = rkfac.KFAC(model, **EVERY)
+    optimizer = stated.KFAC(model, **EVERY)
     other = twin(model)
     step(model, optimizer, rows())
     assert {r.name: r.reason for r in optimizer.report()} == {"0": "", "1": "", "3": ""}

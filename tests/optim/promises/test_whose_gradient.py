@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import rkfac
+from optim import stated
 from optim.problems import assert_same_averages, assert_same_parameters, averages, mlp, rows, step, twin, updates
 
 EVERY: dict[str, Any] = {"factor_every": 1, "inverse_every": 1}
@@ -29,8 +29,8 @@ def test_the_dcgan_loop_counts_each_network_s_own_loss_only() -> None:
     """netD.zero_grad(), real, fake, stepD; netG.zero_grad(), through D, stepG: D's rows of the last are nobody's."""
     D, G = images_net(), generator_net()
     D2, G2 = twin(D), twin(G)
-    optimD, optimG = rkfac.KFAC(D, lr=0.01, **EVERY), rkfac.KFAC(G, lr=0.01, **EVERY)
-    refD, refG = rkfac.KFAC(D2, lr=0.01, **EVERY), rkfac.KFAC(G2, lr=0.01, **EVERY)
+    optimD, optimG = stated.KFAC(D, lr=0.01, **EVERY), stated.KFAC(G, lr=0.01, **EVERY)
+    refD, refG = stated.KFAC(D2, lr=0.01, **EVERY), stated.KFAC(G2, lr=0.01, **EVERY)
     bce = nn.BCEWithLogitsLoss()
     one, zero = torch.ones(6, 1).double(), torch.zeros(6, 1).double()
     for _ in range(3):
@@ -81,7 +81,7 @@ def drop_by_hand(model: nn.Module) -> None:
 def test_what_was_counted_for_a_dropped_gradient_is_dropped(drop: Any, fisher: str) -> None:
     model = mlp()
     other, foreign, own = twin(model), rows(), rows()
-    optimizer, reference = (rkfac.KFAC(m, lr=0.0, fisher=fisher, **EVERY) for m in (model, other))
+    optimizer, reference = (stated.KFAC(m, lr=0.0, fisher=fisher, **EVERY) for m in (model, other))
     (100 * F.cross_entropy(model(foreign[0]), foreign[1])).backward()
     drop(model)
     F.cross_entropy(model(own[0]), own[1]).backward()
@@ -95,7 +95,7 @@ def test_what_was_counted_for_a_dropped_gradient_is_dropped(drop: Any, fisher: s
 
 def test_a_gradient_dropped_right_before_the_step_leaves_no_statistics() -> None:
     model, (x, y) = mlp(), rows()
-    optimizer = rkfac.KFAC(model, **EVERY)
+    optimizer = stated.KFAC(model, **EVERY)
     F.cross_entropy(model(x), y).backward()
     model.zero_grad()
     optimizer.step()
@@ -104,7 +104,7 @@ def test_a_gradient_dropped_right_before_the_step_leaves_no_statistics() -> None
 
 def test_clipped_and_scaled_gradients_are_not_dropped() -> None:
     model, (x, y) = mlp(), rows()
-    optimizer = rkfac.KFAC(model, **EVERY)
+    optimizer = stated.KFAC(model, **EVERY)
     F.cross_entropy(model(x), y).backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
     optimizer.step()
@@ -135,8 +135,8 @@ def attacked_by_backward(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 def test_adversarial_training_counts_the_stepped_loss_only(attack: Any, fisher: str) -> None:
     model = mlp()
     other, (x, y) = twin(model), rows()
-    optimizer = rkfac.KFAC(model, lr=0.0, fisher=fisher, **EVERY)
-    reference = rkfac.KFAC(other, lr=0.0, fisher=fisher, **EVERY)
+    optimizer = stated.KFAC(model, lr=0.0, fisher=fisher, **EVERY)
+    reference = stated.KFAC(other, lr=0.0, fisher=fisher, **EVERY)
     optimizer.zero_grad()
     hard = attack(model, x, y)
     F.cross_entropy(model(hard), y).backward()
@@ -162,7 +162,7 @@ def test_a_gradient_penalty_in_a_backward_of_its_own_leaves_the_plain_loss_s_sta
     """WGAN-GP: the inner autograd.grad never reaches a weight."""
     model = critic()
     other, x, real = twin(model), rows()[0], rows()[0]
-    optimizer, reference = (rkfac.KFAC(m, lr=0.0, **EVERY) for m in (model, other))
+    optimizer, reference = (stated.KFAC(m, lr=0.0, **EVERY) for m in (model, other))
     optimizer.zero_grad()
     (model(x).mean() - model(real).mean()).backward()
     value = penalty(model, x)
@@ -178,7 +178,7 @@ def test_wgan_gp_trains_and_its_layers_stay_preconditioned() -> None:
     """One loss with the penalty in it: a few steps, factors of a sensible size, no layer retired as foreign."""
     model = critic()
     plain = twin(model)
-    optimizer, reference = (rkfac.KFAC(m, lr=0.0, factor_start="unbiased", **EVERY) for m in (model, plain))
+    optimizer, reference = (stated.KFAC(m, lr=0.0, factor_start="unbiased", **EVERY) for m in (model, plain))
     for _ in range(3):
         x, real = rows()[0], rows()[0]
         optimizer.zero_grad()
@@ -197,7 +197,7 @@ def test_wgan_gp_trains_and_its_layers_stay_preconditioned() -> None:
 def test_saliency_between_backward_and_step_counts_for_nothing() -> None:
     model = mlp()
     other, (x, y) = twin(model), rows()
-    optimizer, reference = (rkfac.KFAC(m, lr=0.0, **EVERY) for m in (model, other))
+    optimizer, reference = (stated.KFAC(m, lr=0.0, **EVERY) for m in (model, other))
     F.cross_entropy(model(x), y).backward()
     torch.autograd.grad(1e3 * model(x.clone().requires_grad_(True)).sum(), list(model.parameters())[:2])
     optimizer.step()

@@ -17,8 +17,12 @@ Build = Callable[..., rkfac.KFAC]
 NAN, INF = float("nan"), float("inf")
 
 BAD: dict[str, list[Any]] = {
-    "lr": [-0.1, NAN, INF, "0.1", None, True],
-    "momentum": [-0.1, 1.0, NAN, "x", None],
+    "lr": [-0.1, NAN, INF, "0.1", True],
+    "graft": ["adam", "SGD", True, 3],
+    "momentum": [-0.1, 1.0, NAN, "x"],
+    "nesterov": [None, 1, "yes"],
+    "betas": [0.9, (0.9,), (0.9, 1.0), (-0.1, 0.9), (0.9, NAN), "ab", None],
+    "eps": [-1e-8, NAN, INF, "x", None],
     "weight_decay": [-1e-3, NAN, INF, None],
     "weight_decay_from": [-1, 1.5, None],
     "damping": [0.0, -1.0, NAN, INF, None, "auto"],
@@ -28,6 +32,7 @@ BAD: dict[str, list[Any]] = {
     "factor_every": [0, -1, 2.5, True, None],
     "inverse_every": [0, -1, 2.5, True, None],
     "factor_start": ["zero", None],
+    "eager_start": [None, 1, "yes"],
     "rank": [0, -1, 2.5, True, "all", None],
     "oversampling": [-1, 1.5, True, None],
     "power_iterations": [-1, 1.5, True, None],
@@ -40,7 +45,7 @@ BAD: dict[str, list[Any]] = {
     "weight_sharing": ["both", None],
     "rows": [0, -1, 2.5, True, "all"],
     "loss_average": ["mean", None],
-    "fallback": ["adam", None],
+    "fallback": ["adam", 3],
     "fallback_scale": [-1.0, NAN, None],
     "include": [3, (3,), None],
     "exclude": [3, (3,), None],

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import rkfac
+from optim import stated
 from optim.enrolled import OPTIMIZERS
 from optim.problems import (
     assert_same_averages,
@@ -104,11 +105,11 @@ def graphs_of(running_of: Any, fullgraph: bool, optimizer_sees_it: bool) -> tupl
 
     if running_of == "wrapped":
         running: Any = torch.compile(model, backend=counting, fullgraph=fullgraph)
-        optimizer = rkfac.KFAC(running if optimizer_sees_it else model, factor_every=100, inverse_every=100)
+        optimizer = stated.KFAC(running if optimizer_sees_it else model, factor_every=100, inverse_every=100)
     else:
         model.compile(backend=counting, fullgraph=fullgraph)
         running = model
-        optimizer = rkfac.KFAC(model, factor_every=100, inverse_every=100)
+        optimizer = stated.KFAC(model, factor_every=100, inverse_every=100)
     train(running, optimizer, [sentences()])
     first = len(graphs)
     train(running, optimizer, [sentences() for _ in range(3)])
@@ -130,7 +131,7 @@ def test_a_graph_traced_before_the_optimizer_existed_does_no_harm() -> None:
     running: Any = torch.compile(other, backend="eager", fullgraph=True)
     running(batches[0][0]).sum().backward()
     other.zero_grad()
-    optimizer, plain = rkfac.KFAC(running, **EVERY), rkfac.KFAC(model, **EVERY)
+    optimizer, plain = stated.KFAC(running, **EVERY), stated.KFAC(model, **EVERY)
     train(running, optimizer, batches)
     train(model, plain, batches)
     assert_same_averages(optimizer, plain)
@@ -148,7 +149,7 @@ def test_other_peoples_graphs_are_left_alone() -> None:
     theirs(rows()[0])
     model = mlp()
     running: Any = torch.compile(model, backend="eager")
-    train(running, rkfac.KFAC(running, **EVERY), [rows() for _ in range(3)])
+    train(running, stated.KFAC(running, **EVERY), [rows() for _ in range(3)])
     theirs(rows()[0])
     assert len(traced) == 1
 
@@ -159,7 +160,7 @@ def test_layers_that_nobody_sees_are_named_loudly() -> None:
     running: Any = torch.compile(model, backend="eager")
     running(rows()[0]).sum().backward()
     model.zero_grad()
-    optimizer = rkfac.KFAC(model, factor_every=3, inverse_every=3)
+    optimizer = stated.KFAC(model, factor_every=3, inverse_every=3)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         train(running, optimizer, [rows() for _ in range(2)])
@@ -173,7 +174,7 @@ def test_regions_that_were_compiled_alone_are_seen() -> None:
     other = twin(model)
     other[2] = torch.compile(other[2], backend="eager", fullgraph=True)  # type: ignore[index]
     batches = [rows() for _ in range(4)]
-    optimizer, plain = rkfac.KFAC(other, **EVERY), rkfac.KFAC(model, **EVERY)
+    optimizer, plain = stated.KFAC(other, **EVERY), stated.KFAC(model, **EVERY)
     train(other, optimizer, batches)
     train(model, plain, batches)
     for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):

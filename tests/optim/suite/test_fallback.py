@@ -42,11 +42,11 @@ def test_the_adamw_rule_is_torchs(build: Build, decay: float) -> None:
     assert_same_parameters(model, other, rtol=1e-12, atol=1e-13)
 
 
-def test_sgds_weight_decay_is_decoupled(build: Build) -> None:
+def test_without_a_graft_sgds_weight_decay_is_decoupled(build: Build) -> None:
     """theta <- (1 - lr w) theta - lr m with m free of the decay, from the step it begins on."""
     model = mlp()
     settings: dict[str, Any] = {"weight_decay": 0.3, "weight_decay_from": 2, "exclude": "*", "fallback": "sgd"}
-    optimizer = build(model, lr=0.2, momentum=0.5, **settings)
+    optimizer = build(model, lr=0.2, graft=None, momentum=0.5, **settings)
     theta, buffers = parameters(model), {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     for k in range(4):
         train(model, optimizer, [rows()])

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, StepLR
 
 import rkfac
+from optim.enrolled import Enrolled
 from optim.problems import (
     assert_moved,
     assert_same_averages,
@@ -109,7 +110,7 @@ def test_added_layers_are_preconditioned_from_then_on(build: Build) -> None:
 def test_an_added_parameter_of_no_layer_trains_by_the_fallback_rule(build: Build) -> None:
     model = mlp()
     temperature = nn.Parameter(torch.ones((), dtype=torch.float64))
-    optimizer = build(model, lr=0.05, momentum=0.0, **EVERY)
+    optimizer = build(model, lr=0.05, momentum=0.0, fallback="sgd", **EVERY)
     optimizer.add_param_group({"params": [temperature], "lr": 0.25, "weight_decay": 0.0})
     x, y = rows()
     F.cross_entropy(model(x) * temperature, y).backward()
@@ -136,7 +137,7 @@ def test_added_groups_are_checked_and_refused_whole(build: Build) -> None:
     [
         lambda o: StepLR(o, 1, gamma=0.5),
         lambda o: CosineAnnealingLR(o, 5),
-        lambda o: OneCycleLR(o, max_lr=0.1, total_steps=6),  # also turns the momentum
+        lambda o: OneCycleLR(o, max_lr=0.1, total_steps=6),  # also turns the momentum, or the first beta
     ],
     ids=["StepLR", "CosineAnnealingLR", "OneCycleLR"],
 )
@@ -146,9 +147,8 @@ def test_torch_schedulers_act_as_values_set_by_hand(build: Build, schedule: Call
     optimizer, manual = (build(m, lr=0.08, momentum=0.9, **EVERY) for m in (model, other))
     scheduler = schedule(optimizer)
     for batch in batches:
-        manual.param_groups[0].update(
-            lr=optimizer.param_groups[0]["lr"], momentum=optimizer.param_groups[0]["momentum"]
-        )
+        turned = optimizer.param_groups[0]
+        manual.param_groups[0].update({key: turned[key] for key in ("lr", "momentum", "betas") if key in turned})
         step(model, optimizer, batch)
         step(other, manual, batch)
         scheduler.step()
@@ -156,7 +156,7 @@ def test_torch_schedulers_act_as_values_set_by_hand(build: Build, schedule: Call
     assert_same_parameters(model, other, exactly=True)
 
 
-def test_every_scheduled_setting_takes_effect_at_its_epoch(build: Build) -> None:
+def test_every_scheduled_setting_takes_effect_at_its_epoch(build: Enrolled) -> None:
     """A run under schedules equals one whose groups are set by hand between the epochs."""
     later: dict[str, Any] = {
         "lr": 0.03,
@@ -175,6 +175,8 @@ def test_every_scheduled_setting_takes_effect_at_its_epoch(build: Build) -> None
     first = {**later, "lr": 0.08, "momentum": 0.9, "damping": 0.1, "factor_decay": 0.9, "factor_every": 3, "rank": 3}
     first |= {"weight_decay": 0.0, "inverse_every": 3, "oversampling": 1, "update_clip": None, "kl_clip": 1e-2}
     first |= {"power_iterations": 1}
+    if "momentum" in build.lacks:
+        first["betas"], later["betas"] = (first.pop("momentum"), 0.99), (later.pop("momentum"), 0.9)
     model = mlp()
     other, batches = twin(model), [rows() for _ in range(6)]
     optimizer = build(model)

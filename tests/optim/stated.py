@@ -1,0 +1,33 @@
+"""The optimizers with every number stated: no test depends on a default that it is not about."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import rkfac
+
+STATED: dict[str, Any] = {
+    "damping": 0.1,
+    "damping_rule": "factored",
+    "relative_to": "largest",
+    "factor_decay": 0.95,
+    "factor_every": 10,
+    "inverse_every": 50,
+    "factor_start": "unbiased",
+    "eager_start": False,
+    "rank": 220,
+    "oversampling": 10,
+    "power_iterations": 1,
+    "tail": "zero",
+    "warm_start": True,
+    "update_clip": None,
+    "kl_clip": None,
+    "rows": None,
+    "exclude": (),
+}
+
+# The step is SGD's in length unless a test says graft=None.
+KFAC = partial(rkfac.KFAC, graft="sgd", **STATED)
+RSKFAC = partial(rkfac.RSKFAC, graft="sgd", **STATED)
+SREKFAC = partial(rkfac.SREKFAC, graft="sgd", **STATED)

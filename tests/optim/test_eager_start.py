@@ -1,0 +1,65 @@
+"""While averages are young they are looked at more often."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from optim import stated
+from optim.problems import mlp, rows, step
+
+
+def history(steps: int, **keywords: Any) -> tuple[list[int], list[int]]:
+    """The steps that took statistics, and those that made inverses."""
+    model = mlp()
+    optimizer = stated.KFAC(model, lr=0.01, **keywords)
+    statistics, inverses = [], []
+    seen = made = 0
+    for k in range(steps):
+        step(model, optimizer, rows())
+        block = optimizer.state_dict()["curvature"]["blocks"]["2"]
+        updates, version = block["factors"]["output"]["updates"], block["version"]
+        if updates > seen:
+            statistics.append(k)
+        if version > made:
+            inverses.append(k)
+        seen, made = updates, version
+    return statistics, inverses
+
+
+def test_powers_of_two_until_the_period_and_the_period_from_then_on() -> None:
+    statistics, inverses = history(26, eager_start=True, factor_every=6, inverse_every=12)
+    assert statistics == [0, 1, 2, 4, 6, 12, 18, 24]
+    assert inverses == [0, 1, 2, 4, 8, 12, 24]
+
+
+def test_without_it_the_periods_alone_count() -> None:
+    statistics, inverses = history(26, eager_start=False, factor_every=6, inverse_every=12)
+    assert statistics == [0, 6, 12, 18, 24]
+    assert inverses == [0, 12, 24]
+
+
+@pytest.mark.parametrize("period", [1, 2, 3, 7, 8, 50])
+def test_what_is_due(period: int) -> None:
+    eager = stated.KFAC(mlp(), eager_start=True)._settings
+    patient = replace(eager, eager_start=False)
+    powers = {2**i for i in range(10)}
+    for k in range(130):
+        assert patient.due(k, period) == (k % period == 0)
+        assert eager.due(k, period) == (k % period == 0 or (k < period and k in powers))
+
+
+def test_a_period_that_grows_later_does_not_make_the_run_young_again() -> None:
+    """Steps count from the start of the run, so a longer period only ever adds its own powers of two."""
+    model = mlp()
+    optimizer = stated.KFAC(model, lr=0.01, eager_start=True, factor_every=2, inverse_every=2)
+    for _ in range(5):
+        step(model, optimizer, rows())
+    optimizer.param_groups[0].update(factor_every=20, inverse_every=20)
+    optimizer.zero_grad()
+    before = optimizer.state_dict()["curvature"]["blocks"]["2"]["version"]
+    for _ in range(3):  # steps 5, 6, 7
+        step(model, optimizer, rows())
+    assert optimizer.state_dict()["curvature"]["blocks"]["2"]["version"] == before
