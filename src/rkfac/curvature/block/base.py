@@ -45,8 +45,8 @@ class Settings:
     randomness: Randomness
 
     def due(self, step: int, period: int) -> bool:
-        """Whether a period is over; a young average, while `eager_start`, is looked at after 1, 2, 4, 8... steps too."""
-        return step % period == 0 or (self.eager_start and step < period and step & (step - 1) == 0)
+        """Whether a period is over; with `eager_start` also when a quarter of the age has passed, while that is shorter."""
+        return step % period == 0 or (self.eager_start and step // 4 < period and _young(step))
 
     def request(self, group: Group, layer: str, side: str, number: int, damping: tuple[float, bool]) -> Request:
         """What a decomposition is asked for under a group's present settings; `number` counts the refreshes."""
@@ -62,6 +62,14 @@ class Settings:
             relative=damping[1],
             generator=self.randomness.generator("sketch", layer, side, number),
         )
+
+
+def _young(step: int) -> bool:
+    """Whether a step is one of 0, 1, 2... 8, 10, 12, 15, 18, 22, 27...: each a quarter later than the one before."""
+    at = 0
+    while at < step:
+        at += max(1, at // 4)
+    return at == step
 
 
 class Block(ABC):
