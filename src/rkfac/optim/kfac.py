@@ -45,7 +45,7 @@ class KFAC(CurvatureOptimizer):
       factor_decay*, factor_every*, inverse_every*   [rho, T_KU, T_KI]
       factor_start      "unbiased": averages are free of their start; "identity": they start from I, which damps the
                         first steps and is kept apart from what is decomposed; "paper": the same, but sketches see it
-      eager_start       while the averages are young, statistics and inverses each time a quarter of the steps has passed
+      eager_start       statistics and inverses while they are young each time half of their age has passed
       rank*, oversampling*, power_iterations*        [r, r_l, n_pwr-it] of sketched decompositions; rank may be "auto"
       tail              what replaces the discarded spectrum: "zero" (paper) or "trace" (a constant preserving it)
       warm_start        start each sketch from the previous basis

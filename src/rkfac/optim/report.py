@@ -58,7 +58,7 @@ def covered_layer(block: Block, group: Group) -> LayerReport:
                 "no statistics yet: gradients came, but no call of it was seen (compiled before, or another object)"
             )
     elif not block.ready:
-        reason = "no decomposition has succeeded yet: it trains by the fallback rule meanwhile"
+        reason = "no decomposition has succeeded yet: it takes plain steps meanwhile"
     own = own_parameters(block.module).values() if not covered else block.parameters
     return LayerReport(
         name=block.name,

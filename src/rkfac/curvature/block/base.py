@@ -45,8 +45,8 @@ class Settings:
     randomness: Randomness
 
     def due(self, step: int, period: int) -> bool:
-        """Whether a period is over; with `eager_start` also when a quarter of the age has passed, while that is shorter."""
-        return step % period == 0 or (self.eager_start and step // 4 < period and _young(step))
+        """Whether a period is over; with `eager_start` also when half of the age has passed, while that is shorter."""
+        return step % period == 0 or (self.eager_start and step // 2 < period and _young(step))
 
     def request(self, group: Group, layer: str, side: str, number: int, damping: tuple[float, bool]) -> Request:
         """What a decomposition is asked for under a group's present settings; `number` counts the refreshes."""
@@ -65,10 +65,10 @@ class Settings:
 
 
 def _young(step: int) -> bool:
-    """Whether a step is one of 0, 1, 2... 8, 10, 12, 15, 18, 22, 27...: each a quarter later than the one before."""
+    """Whether a step is one of 0, 1, 2, 3, 4, 6, 9, 13, 19, 28, 42...: each half as old again as the one before."""
     at = 0
     while at < step:
-        at += max(1, at // 4)
+        at += max(1, at // 2)
     return at == step
 
 
@@ -228,7 +228,7 @@ class Block(ABC):
                         f"layer {self.name!r} could not be decomposed {self.failures} times in a row ({error}). Model and "
                         "optimizer are intact: save them, then raise the damping, lower the learning rate or exclude it."
                     ) from error
-                kept = "its previous basis is kept" if self.ready else "it trains by the fallback rule meanwhile"
+                kept = "its previous basis is kept" if self.ready else "it takes plain steps meanwhile"
                 warnings.warn(f"layer {self.name!r}: decomposition failed ({error}); {kept}", stacklevel=6)
                 return
         self.failures = 0
