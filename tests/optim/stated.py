@@ -24,6 +24,7 @@ STATED: dict[str, Any] = {
     "update_clip": None,
     "kl_clip": None,
     "rows": None,
+    "weight_decay": 0.0,
     "exclude": (),
 }
 

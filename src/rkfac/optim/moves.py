@@ -142,13 +142,13 @@ def _preconditioned(
 
 def _scaled(direction: Direction, courses: Sequence[Course]) -> tuple[Tensor | float, Tensor]:
     """What the direction is multiplied by to have the length its rule asks for, and that length."""
-    squares = [course.square for course in courses if course.square is not None]
-    if not squares:
+    moving = [index for index, course in enumerate(courses) if course.square is not None]
+    if not moving:
         return 1.0, direction.norm
-    length = torch.stack(squares).sum().sqrt()
-    return torch.where(
-        direction.norm > 0, length / direction.norm, torch.zeros_like(length)
-    ), length + 0 * direction.norm
+    length = torch.stack([course.square for course in courses if course.square is not None]).sum().sqrt()
+    # A bias that no group holds is part of what is solved, not of the step.
+    own = direction.norm if len(moving) == len(courses) else torch.linalg.vector_norm(direction.lengths[moving])
+    return torch.where(own > 0, length / own, torch.zeros_like(length)), length + 0 * direction.norm
 
 
 def _held_together(made: Sequence[tuple[Block, Preconditioned]], bound: float | None) -> list[Move]:
@@ -202,6 +202,8 @@ def _mended(state: State, group: Group, gate: Gate) -> Tensor | bool:
     for buffer in state.values():
         if isinstance(buffer, Tensor):
             finite = gate.mended(buffer, _longest(group)) & finite
+    if "decay_share" in state and gate.at_once(state["momentum_buffer"]) and not bool(finite):
+        state["decay_share"] = 0.0  # what the buffer held of the weight is gone with it
     return finite
 
 

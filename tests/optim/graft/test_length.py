@@ -143,3 +143,17 @@ def test_a_square_that_no_float32_holds_is_refused_by_name() -> None:
     assert all(value.isfinite().all() for p in model.parameters() for value in (optimizer.state[p]["exp_avg_sq"],))
     step(model, optimizer, images(dtype=torch.float32))
     assert_moved(model, start)
+
+
+def test_a_bias_without_a_group_takes_no_share_of_the_length() -> None:
+    """It is part of what is solved, but the weight alone moves: as far as SGD would move it."""
+    torch.manual_seed(0)
+    layer = nn.Linear(5, 4).double()
+    optimizer = stated.KFAC(layer, lr=0.1, momentum=0.0, params=[layer.weight], graft="sgd")
+    before, bias = layer.weight.detach().clone(), layer.bias.detach().clone()
+    F.cross_entropy(layer(torch.randn(8, 5, dtype=torch.float64)), torch.randint(4, (8,))).backward()
+    assert layer.weight.grad is not None
+    optimizer.step()
+    moved = torch.linalg.norm(layer.weight.detach() - before)
+    torch.testing.assert_close(moved, 0.1 * torch.linalg.norm(layer.weight.grad))
+    assert torch.equal(layer.bias, bias)

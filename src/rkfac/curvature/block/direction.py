@@ -22,10 +22,14 @@ class Direction:
     gradients: tuple[Tensor, ...]
 
     @cached_property
+    def lengths(self) -> Tensor:
+        """Of each part of S, in float64; not finite exactly when an entry is not."""
+        return torch.stack([torch.linalg.vector_norm(part).double() for part in self.parts]) * self.scale
+
+    @cached_property
     def norm(self) -> Tensor:
-        """||S||, in float64; not finite exactly when an entry is not."""
-        squares = [torch.linalg.vector_norm(part).double().square() for part in self.parts]
-        return torch.stack(squares).sum().sqrt() * self.scale
+        """||S||."""
+        return torch.linalg.vector_norm(self.lengths)
 
     @cached_property
     def inner(self) -> Tensor:
