@@ -23,7 +23,7 @@ BAD: dict[str, list[Any]] = {
     "nesterov": [None, 1, "yes"],
     "betas": [0.9, (0.9,), (0.9, 1.0), (-0.1, 0.9), (0.9, NAN), "ab", None],
     "eps": [-1e-8, NAN, INF, "x", None],
-    "weight_decay": [-1e-3, NAN, INF, None],
+    "weight_decay": [-1e-3, NAN, INF],
     "weight_decay_from": [-1, 1.5, None],
     "damping": [0.0, -1.0, NAN, INF, None, "auto"],
     "damping_rule": ["tikhonov", None, 3],
