@@ -166,7 +166,8 @@ def other_decays(optimizer: str, own: float) -> tuple[float, ...]:
     if own == 0:
         return kind.instead_of_none
     multiples = [float(f"{own * factor:.3g}") for factor in DECAY_FACTORS]
-    return tuple(dict.fromkeys(min(max(decay, kind.smallest), kind.largest) for decay in multiples if decay != own))
+    possible = [min(max(decay, kind.smallest), kind.largest) for decay in multiples]
+    return tuple(dict.fromkeys(decay for decay in possible if decay != own))
 
 
 def to_json(tuned: Tuned) -> dict[str, object]:

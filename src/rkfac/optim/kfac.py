@@ -14,7 +14,7 @@ from rkfac.curvature.decompose import RSVD, SREVD, Decomposition, Exact
 from rkfac.curvature.factor import Start
 from rkfac.curvature.fisher import NAMED, Likelihood
 from rkfac.optim.adaptive import LevenbergMarquardt
-from rkfac.optim.arguments import check_choice, check_flag, check_group, check_patterns, check_scaler, randomness_from
+from rkfac.optim.arguments import check_choice, check_flag, check_patterns, check_scaler, randomness_from
 from rkfac.optim.base import CurvatureOptimizer
 from rkfac.optim.coverage import Choice
 from rkfac.optim.rules import GRAFTS
@@ -37,7 +37,7 @@ class KFAC(CurvatureOptimizer):
                         the preconditioner, decay as in SGD), "adamw" (AdamW's, with its moments kept and its decay), None
                         (the preconditioner's own, as in the paper: momentum of the directions, decay apart from both)
       momentum*, nesterov*   as in torch's SGD; 0.9 and False if not given
-      betas*, eps*      as in torch's AdamW, for graft or fallback "adamw"
+      betas*, eps*      as in torch's AdamW, for graft or fallback "adamw"; (0.9, 0.999) and 1e-8 if not given
       weight_decay*     never preconditioned; as in torch's SGD (0 if not given) or AdamW (0.01); from step
                         `weight_decay_from`* on
       damping*          [lambda] in units of `relative_to`: a factor's "mean" or "largest" (paper) eigenvalue; None: absolute
@@ -45,7 +45,7 @@ class KFAC(CurvatureOptimizer):
       factor_decay*, factor_every*, inverse_every*   [rho, T_KU, T_KI]
       factor_start      "unbiased": averages are free of their start; "identity": they start from I, which damps the
                         first steps and is kept apart from what is decomposed; "paper": the same, but sketches see it
-      eager_start       statistics and inverses while they are young each time half of their age has passed
+      eager_start       statistics and inverses in the first steps too, each time half of the steps so far have passed
       rank*, oversampling*, power_iterations*        [r, r_l, n_pwr-it] of sketched decompositions; rank may be "auto"
       tail              what replaces the discarded spectrum: "zero" (paper) or "trace" (a constant preserving it)
       warm_start        start each sketch from the previous basis
@@ -82,8 +82,8 @@ class KFAC(CurvatureOptimizer):
         graft: Literal["sgd", "adamw"] | None = "sgd",
         momentum: float | None = None,
         nesterov: bool = False,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
+        betas: tuple[float, float] | None = None,
+        eps: float | None = None,
         weight_decay: float | None = None,
         weight_decay_from: int = 0,
         damping: float = 1.0,
@@ -163,12 +163,13 @@ class KFAC(CurvatureOptimizer):
         rest = fallback or graft or "sgd"
         if graft == "adamw" and rest == "adamw" and (momentum is not None or nesterov):
             raise ValueError("momentum and nesterov are SGD's: under graft='adamw' say betas=(momentum, 0.999)")
-        check_group({"betas": betas, "eps": eps})  # nobody may read them
+        if "adamw" not in (graft, rest) and (betas is not None or eps is not None):
+            raise ValueError("betas and eps are AdamW's: say graft='adamw', or leave them away")
         numbers: dict[str, Any] = {}  # of the rules that are in use, for torch's schedulers look at their names
         if graft != "adamw" or rest == "sgd":
             numbers |= {"momentum": 0.9 if momentum is None else momentum, "nesterov": nesterov}
         if graft == "adamw" or rest == "adamw":
-            numbers |= {"betas": betas, "eps": eps}
+            numbers |= {"betas": (0.9, 0.999) if betas is None else betas, "eps": 1e-8 if eps is None else eps}
         defaults = {
             "lr": (1e-3 if graft == "adamw" else 0.1) if lr is None else lr,
             **numbers,

@@ -112,7 +112,8 @@ def _preconditioned(
         own = group_of.get(id(p))
         if own is None or p.grad is None:
             targets.append(None)
-            courses.append(Course(torch.zeros_like(p) if p.grad is None else p.grad, None))
+            # What does not move is no part of the course: its gradient has neither the momentum nor the sign of the others.
+            courses.append(Course(torch.zeros_like(p), None))
             continue
         target = Target(p, -p.grad if own["maximize"] else p.grad, own)
         targets.append(target)
@@ -159,7 +160,7 @@ def _held_together(made: Sequence[tuple[Block, Preconditioned]], bound: float | 
     terms = []
     for _, move in made:
         lr = next((target.group["lr"] for target in move.targets if target is not None), 0.0)
-        terms.append((lr**2 * move.direction.inner * move.factor).to(device))
+        terms.append((lr**2 * move.direction.inner * move.factor**2).to(device))
     whole = clip.kl_clip(terms, bound)
     moves: list[Move] = []
     for block, move in made:

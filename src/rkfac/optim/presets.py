@@ -46,7 +46,8 @@ def paper_defaults() -> dict[str, Any]:
 def classical_defaults(likelihood: str | Likelihood = "categorical") -> dict[str, Any]:
     """Keywords of the classical recipe of Martens and Grosse: sampled Fisher, pi damping, KL clip, momentum.
 
-    The better start for autoencoders and other regressions; `likelihood` says what the model's outputs mean.
+    Made for autoencoders and other regressions, where the constructors' own defaults do better now; `likelihood` says what
+    the model's outputs mean.
     """
     return {
         "lr": 0.1,

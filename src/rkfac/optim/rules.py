@@ -98,7 +98,8 @@ class SGD(Rule):
     """torch.optim.SGD; a preconditioned layer keeps SGD's buffer and takes a step of SGD's length.
 
     The decay, which torch adds to the gradient, is left out of what is preconditioned and added again afterwards:
-    `decay_share` is how many times the parameter its momentum buffer holds.
+    `decay_share` is how many times the parameter its momentum buffer holds (but for how far the parameter has moved
+    within the buffer's memory).
     """
 
     def prepare(self, state: State, p: Tensor, group: Group) -> None:
@@ -110,8 +111,8 @@ class SGD(Rule):
     def plain(
         self, p: Tensor, gradient: Tensor, state: State, group: Group, decay: float, largest: float | None
     ) -> None:
-        """Bit for bit torch's."""
-        p.add_(self._remember(p, within(gradient, largest), state, group, decay), alpha=-float(group["lr"]))
+        """Bit for bit torch's, where there is no clip."""
+        p.add_(within(self._remember(p, gradient, state, group, decay), largest), alpha=-float(group["lr"]))
 
     def _remember(self, p: Tensor, gradient: Tensor, state: State, group: Group, decay: float) -> Tensor:
         """Bring the buffer up to date; torch's direction."""
@@ -230,7 +231,8 @@ def square_of(vector: Tensor) -> Tensor:
     """The squared length in float64, whatever the size of the entries."""
     if not Gate.at_once(vector):
         return torch.linalg.vector_norm(vector, dtype=torch.float64).square()
-    length = torch.linalg.vector_norm(vector).double()
+    # Not in 16 bits, in which the length itself would be rounded.
+    length = torch.linalg.vector_norm(vector, dtype=None if vector.dtype.itemsize > 2 else torch.float32).double()
     if not SAFE[0] < float(length) < SAFE[1]:  # thirty times slower, and seldom needed
         length = torch.linalg.vector_norm(vector, dtype=torch.float64)
     return length.square()

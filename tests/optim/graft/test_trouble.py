@@ -15,11 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import rkfac
 from optim import stated
 from optim.graft.by_hand import Watched, cosine, joined
 from optim.numbers.injections import assert_finite
 from optim.problems import assert_moved, mlp, parameters, reader, rows, same, sentences, step, train, twin
 from rkfac import linalg
+from rkfac.optim.rules import square_of
 
 EVERY: dict[str, Any] = {"factor_every": 1, "inverse_every": 1, "damping": 0.05, "relative_to": "mean"}
 TORCH: dict[str, Any] = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
@@ -215,3 +217,45 @@ def test_half_of_sgds_memory_is_refused() -> None:
         del state["state"][0][key]
         with pytest.raises(ValueError, match=r"the saved buffers of a parameter of shape \(8, 6\)"):
             optimizer.load_state_dict(state)
+
+
+@pytest.mark.parametrize("scale", [1.0, 10.0, 100.0])
+def test_the_kl_clip_bounds_the_step_that_is_taken(scale: float) -> None:
+    """d^T (F + damping) d of the real step, whatever the loss is multiplied by."""
+    torch.manual_seed(0)
+    model, (x, y) = mlp(), rows()
+    settings = {"lr": 1.0, "momentum": 0.0, "kl_clip": 1e-3, "factor_every": 1, "inverse_every": 1}
+    optimizer = stated.KFAC(model, **settings)
+    before = [p.detach().clone() for p in model.parameters()]
+    (scale * F.cross_entropy(model(x), y)).backward()
+    optimizer.step()
+    moved = iter([p.detach() - b for p, b in zip(model.parameters(), before, strict=True)])
+    total = 0.0
+    for block in optimizer._blocks.values():
+        change = tuple(next(moved) for _ in block.parameters)
+        curved = block.multiply(change, optimizer.param_groups[0])
+        total += sum(float((a * b).sum()) for a, b in zip(change, curved, strict=True))
+    assert total <= 1e-3 * (1 + 1e-6)
+
+
+def test_adamws_numbers_without_its_graft_are_refused() -> None:
+    with pytest.raises(ValueError, match="graft='adamw'"):
+        rkfac.RSKFAC(mlp(), lr=3e-3, betas=(0.9, 0.95))
+
+
+def test_a_waiting_layer_keeps_its_clip_with_momentum() -> None:
+    model = mlp()
+    optimizer = stated.KFAC(model, lr=1.0, momentum=0.9, update_clip=0.01)
+    optimizer.close()  # no statistics, so no basis
+    for _ in range(6):
+        before = parameters(model)
+        step(model, optimizer, rows())
+        for name, value in parameters(model).items():
+            rms = float((value - before[name]).square().mean().sqrt())
+            assert rms <= 0.01 * (1 + 1e-6), name
+
+
+def test_a_length_is_not_rounded_to_sixteen_bits() -> None:
+    vector = torch.full((1000,), 0.1, dtype=torch.bfloat16)
+    exact = float(vector.double().square().sum())
+    assert float(square_of(vector)) == pytest.approx(exact, rel=1e-5)
