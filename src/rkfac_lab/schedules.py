@@ -36,7 +36,10 @@ def check(
     """Refuse a name the optimizer does not know and a value its constructor would not take, whenever it is due."""
     for name in schedules:
         for group in optimizer.param_groups:
-            numbers = {key for key, value in group.items() if value is None or _is_number(value)}
+            # A word in a number's place, such as rank = "auto", may give way to a number; the constructor knows.
+            numbers = {
+                key for key, value in group.items() if value is None or isinstance(value, str) or _is_number(value)
+            }
             if name not in numbers:
                 raise unknown("hyper-parameter to schedule", name, numbers)
     if not schedules:

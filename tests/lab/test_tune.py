@@ -255,7 +255,7 @@ def test_trials_are_fair_and_failures_are_results(tmp_path, monkeypatch):
     comparison = Comparison(contenders=("sgd", "adamw", "rs-kfac"), settings=("rs-kfac.damping=0.1",))
     found = tuning.tune(comparison, tuning.Search(8), tmp_path, jobs.Display(quiet()))
     assert {name: len(found.of(name)) for name in found.contenders()} == {"sgd": 8, "adamw": 8, "rs-kfac": 8}
-    assert engine.asked[0][:4] == ["sgd-lr0.03", "adamw-lr0.0003", "rs-kfac-lr0.01", "sgd-lr0.1"]
+    assert engine.asked[0][:4] == ["sgd-lr0.03", "adamw-lr0.0003", "rs-kfac-lr0.03", "sgd-lr0.1"]
     statuses = {trial.lr: trial.status for trial in found.of("sgd")}
     assert (statuses[0.3], statuses[1.0], statuses[0.01]) == ("diverged", "failed", "finished")
     assert {name: found.best(name).lr for name in found.contenders()} == {"sgd": 0.01, "adamw": 0.01, "rs-kfac": 0.01}

@@ -61,11 +61,11 @@ def test_a_failure_keeps_the_previous_basis_of_that_layer_alone(monkeypatch: pyt
     assert not same(bases(optimizer, "2"), failed)
 
 
-def test_a_layer_that_never_succeeded_trains_by_the_fallback_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_that_never_succeeded_takes_plain_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     model = mlp()
     optimizer = stated.KFAC(model, lr=0.1, momentum=0.0, **EVERY)
     start = parameters(model)
-    with failing(monkeypatch, "2"), pytest.warns(UserWarning, match=r"'2'.*fallback"):
+    with failing(monkeypatch, "2"), pytest.warns(UserWarning, match=r"'2'.*plain steps"):
         train(model, optimizer, [rows()])
     torch.testing.assert_close(model[2].weight.detach(), start["2.weight"] - 0.1 * model[2].weight.grad)
 

@@ -148,7 +148,7 @@ def _scaled(direction: Direction, courses: Sequence[Course]) -> tuple[Tensor | f
         return 1.0, direction.norm
     length = torch.stack([course.square for course in courses if course.square is not None]).sum().sqrt()
     # A bias that no group holds is part of what is solved, not of the step.
-    own = direction.norm if len(moving) == len(courses) else torch.linalg.vector_norm(direction.lengths[moving])
+    own = direction.norm if len(moving) == len(courses) else direction.norm_of(moving)
     return torch.where(own > 0, length / own, torch.zeros_like(length)), length + 0 * direction.norm
 
 

@@ -22,14 +22,18 @@ class Direction:
     gradients: tuple[Tensor, ...]
 
     @cached_property
-    def lengths(self) -> Tensor:
-        """Of each part of S, in float64; not finite exactly when an entry is not."""
-        return torch.stack([torch.linalg.vector_norm(part).double() for part in self.parts]) * self.scale
+    def _lengths(self) -> Tensor:
+        """Of each part, without the scale."""
+        return torch.stack([torch.linalg.vector_norm(part).double() for part in self.parts])
 
     @cached_property
     def norm(self) -> Tensor:
-        """||S||."""
-        return torch.linalg.vector_norm(self.lengths)
+        """||S||, in float64; not finite exactly when an entry is not."""
+        return torch.linalg.vector_norm(self._lengths) * self.scale
+
+    def norm_of(self, indices: list[int]) -> Tensor:
+        """The same of some parts alone."""
+        return torch.linalg.vector_norm(self._lengths[indices]) * self.scale
 
     @cached_property
     def inner(self) -> Tensor:
