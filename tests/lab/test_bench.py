@@ -72,7 +72,7 @@ def test_every_kind_of_step_is_the_kind_it_says(monkeypatch: pytest.MonkeyPatch)
     problem = step.Problem("tiny", lambda: nn.Linear(5, 10), lambda: (torch.randn(8, 5), torch.zeros(8).long()), 1)
     chosen = {
         "SGD": lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
-        "K-FAC": lambda m: rkfac.KFAC(m, lr=0.1, factor_every=10, inverse_every=50),
+        "K-FAC": lambda m: rkfac.KFAC(m, lr=0.1, factor_every=10, inverse_every=50, eager_start=False),
     }
     results = step.run(problem, chosen)
     warm_up = [(True, True), (False, False), (True, False), (True, True)]
