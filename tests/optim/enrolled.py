@@ -50,6 +50,5 @@ OPTIMIZERS: dict[str, Enrolled] = {
     ),
     "RSKFAC-auto-rank": Enrolled(partial(stated.RSKFAC, rank="auto", oversampling=1)),
     "graft-adamw": Enrolled(_adamw_length, lacks=frozenset({"momentum"})),
-    "own-length": Enrolled(partial(stated.RSKFAC, graft=None, **SMALL)),
     "paper": Enrolled(partial(rkfac.RSKFAC, **{**rkfac.paper_defaults(), **SMALL})),
 }
