@@ -126,15 +126,20 @@ def test_the_rms_clip_bounds_every_layer(clip: float) -> None:
 @pytest.mark.parametrize("bound", [1e-3, 1e6])
 @pytest.mark.parametrize("update_clip", [None, 0.05])
 def test_the_kl_clip_bounds_the_quadratic_form_over_all_layers(bound: float, update_clip: float | None) -> None:
-    """nu = min(1, sqrt(c / sum lr^2 <S, J>)), S as the layers' own clip left it: then nu^2 sum lr^2 <S, J> <= c."""
+    """nu = min(1, sqrt(c / sum lr^2 k^2 <S, J>)), k being a layer's own clip: the quadratic form of the step k S."""
     model, lr = mlp(), 0.5
-    free, batch = twin(model), rows()
+    free, whole, batch = twin(model), twin(model), rows()
     start = parameters(model)
+    step(whole, stated.KFAC(whole, lr=lr, **{**FRESH, "update_clip": None}), batch)
     step(free, stated.KFAC(free, lr=lr, **{**FRESH, "update_clip": update_clip}), batch)
     optimizer = stated.KFAC(model, lr=lr, **{**FRESH, "kl_clip": bound, "update_clip": update_clip})
     step(model, optimizer, batch)
     S = {name: (start[name] - value) / lr for name, value in parameters(free).items()}
-    total = sum(lr**2 * float((S[name] * p.grad).sum()) for name, p in free.named_parameters())
+    own = {
+        name: float(torch.linalg.norm(S[name]) / torch.linalg.norm((start[name] - value) / lr))
+        for name, value in parameters(whole).items()
+    }
+    total = sum(lr**2 * own[name] * float((S[name] * p.grad).sum()) for name, p in free.named_parameters())
     nu = min(1.0, (bound / total) ** 0.5)
     assert (nu < 1) == (bound < 1)
     assert nu**2 * total <= bound * (1 + 1e-9)
