@@ -45,34 +45,18 @@ class State(TypedDict):
 
 def save(path: Path, state: dict[str, Any]) -> None:
     """Replace the checkpoint at once."""
-    disk.write_atomically(path, lambda file: _write(state, _Remembering(file)))
+    disk.write_atomically(path, lambda file: _write(state, file))
 
 
-class _Remembering:
-    """A file that remembers what the disk said, since torch.save only says that something did."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self.file = file
-        self.trouble: OSError | None = None
-
-    def write(self, content: bytes) -> int:
-        try:
-            return self.file.write(content)
-        except OSError as error:
-            self.trouble = error
-            raise
-
-    def flush(self) -> None:
-        self.file.flush()
-
-
-def _write(state: dict[str, Any], file: _Remembering) -> None:
+def _write(state: dict[str, Any], file: IO[bytes]) -> None:
+    """torch.save says only that something went wrong; what it was, a full disk or Ctrl-C, stands behind its error."""
     try:
-        torch.save(state, file)  # type: ignore[arg-type]
-    except RuntimeError:
-        if file.trouble is None:
-            raise
-        raise file.trouble from None
+        torch.save(state, file)
+    except RuntimeError as error:
+        cause: BaseException = error
+        while isinstance(cause, RuntimeError) and cause.__context__ is not None:
+            cause = cause.__context__
+        raise cause from None
 
 
 def load(path: Path) -> dict[str, Any] | None:

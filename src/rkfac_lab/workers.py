@@ -142,8 +142,8 @@ def _stop(workers: Sequence[_Worker]) -> None:
 
 def _work(pipe: Connection) -> None:
     """Do one run after another until the starter has no more."""
+    signal.signal(signal.SIGTERM, _interrupt)
     voice = _Voice(pipe)
-    signal.signal(signal.SIGTERM, voice.interrupt)
     with contextlib.suppress(KeyboardInterrupt, EOFError):
         while True:
             config, folder = pipe.recv()
@@ -155,17 +155,16 @@ def _work(pipe: Connection) -> None:
                 voice.say("ended")
 
 
+def _interrupt(*_: Any) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once: what is now written down must not be cut
+    raise KeyboardInterrupt
+
+
 class _Voice:
     """Sends what a training loop tells to the process that started it."""
 
     def __init__(self, pipe: Connection) -> None:
-        self._pipe, self._said, self._stopped = pipe, 0.0, False
-
-    def interrupt(self, *_: Any) -> None:
-        """For a signal: stop, once, since what is now written down must not be cut."""
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        self._stopped = True
-        raise KeyboardInterrupt
+        self._pipe, self._said = pipe, 0.0
 
     def say(self, kind: str, *values: Any) -> None:
         try:
@@ -177,8 +176,6 @@ class _Voice:
         self.say("begin", name, total_steps, done_steps)
 
     def step(self, epoch: int, step: int, loss: float) -> None:
-        if self._stopped:  # the exception was raised in some callback that may not raise, and was lost
-            raise KeyboardInterrupt
         if time.monotonic() - self._said >= BETWEEN_STEPS:
             self._said = time.monotonic()
             self.say("step", epoch, step, loss)

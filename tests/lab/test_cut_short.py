@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rkfac_lab import config, jobs, record, train
+from rkfac_lab import checkpoint, config, jobs, record, train
 from rkfac_lab.cli import main
 from rkfac_lab.errors import CrashError, LabError
 from rkfac_lab.record import load_run
@@ -53,6 +54,28 @@ def rkfac(monkeypatch, *arguments):
 
 
 # --- budgets and checkpoints
+
+
+class Interrupted(io.BytesIO):
+    """Ctrl-C comes with its n-th piece."""
+
+    def __init__(self, pieces):
+        super().__init__()
+        self.left = pieces
+
+    def write(self, content):
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+        return super().write(content)
+
+
+@pytest.mark.parametrize("piece", range(1, 9))
+def test_an_interrupt_while_a_checkpoint_is_written_is_an_interrupt(tmp_path, monkeypatch, piece):
+    """torch.save makes a RuntimeError of it, and a run that was stopped would count as one that crashed."""
+    monkeypatch.setattr(checkpoint.disk, "write_atomically", lambda path, write: write(Interrupted(piece)))
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.save(tmp_path / "c", {"numbers": torch.zeros(1000)})
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "rs-kfac"])
