@@ -65,7 +65,8 @@ def applied(optimizer: rkfac.KFAC, name: str) -> tuple[Tensor, ...]:
     parts = tuple(torch.zeros_like(p).detach() for p in block_of(optimizer, name).parameters)
     direction = made(optimizer, name)
     for index, part in enumerate(parts):
-        direction.add_to(index, part)
+        gradient = block_of(optimizer, name).parameters[index].grad
+        direction.add_to(index, part, 1.0, [(gradient, 1.0)])
     return parts
 
 

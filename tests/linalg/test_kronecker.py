@@ -5,7 +5,7 @@ import torch
 
 from linalg.matrices import psd
 from rkfac import linalg
-from rkfac.linalg import Diagonal, LowRank, Multipliers, Solution
+from rkfac.linalg import Diagonal, LowRank, Multipliers
 
 
 def naive(rule: str, G: LowRank, A: LowRank, J: torch.Tensor, lg: float, la: float) -> torch.Tensor:
@@ -22,9 +22,20 @@ def multipliers(rule: str, G: LowRank, A: LowRank | Diagonal, lg: float, la: flo
     return linalg.factored(G, A, lg, la) if rule == "factored" else linalg.product(G, A, lg)
 
 
-def solved(J: torch.Tensor, G: LowRank, A: LowRank | Diagonal, m: Multipliers, bias: bool) -> Solution:
+def solved(J: torch.Tensor, G: LowRank, A: LowRank | Diagonal, m: Multipliers, bias: bool) -> torch.Tensor:
+    """S in float64, once its length and its product with J are known to be what the solution says."""
     solver = linalg.preconditioner(A, G, m)
-    return solver.solve(J[..., :-1], J[..., -1]) if bias else solver.solve(J, None)
+    weight, vector = (J[..., :-1], J[..., -1]) if bias else (J, None)
+    solution = solver.solve(weight, vector)
+    S, close = solution.dense(weight, vector), 2e-3 if J.dtype == torch.float32 else 1e-9
+    wide = J.double()
+    torch.testing.assert_close(solution.given, torch.linalg.vector_norm(wide), rtol=close, atol=0)
+    torch.testing.assert_close(solution.scale * solution.square.sqrt(), torch.linalg.vector_norm(S), rtol=close, atol=0)
+    inner = solution.scale * solution.size * solution.inner
+    torch.testing.assert_close(inner, (S * wide).sum(), rtol=close, atol=0)
+    spent = solver.solve(weight.clone(), vector, spend=True)  # what happens to the copy is the solver's business
+    torch.testing.assert_close(spent.dense(weight, vector), S, rtol=close, atol=close * float(S.abs().max()))
+    return S
 
 
 @pytest.mark.parametrize("rule", ["factored", "product"])
@@ -35,7 +46,7 @@ def test_every_block_case_equals_the_dense_solve(rule: str, ranks: tuple[int, in
     G, A = linalg.eigh(psd(6), ranks[0], tail=tail), linalg.eigh(psd(9, seed=1), ranks[1], tail=tail)
     J = torch.randn(6, 9, dtype=torch.float64)
     before = J.clone()
-    got = solved(J, G, A, multipliers(rule, G, A, 0.02, 0.05), bias).dense()
+    got = solved(J, G, A, multipliers(rule, G, A, 0.02, 0.05), bias)
     torch.testing.assert_close(got, naive(rule, G, A, J, 0.02, 0.05), rtol=1e-9, atol=1e-9)
     assert torch.equal(J, before), "the gradient is not the solver's to change"
 
@@ -46,7 +57,7 @@ def test_a_diagonal_input_factor_equals_the_dense_solve(rule: str, rank: int) ->
     G, d = linalg.eigh(psd(6), rank, tail="trace"), torch.rand(9, dtype=torch.float64)
     J = torch.randn(6, 9, dtype=torch.float64)
     full = LowRank(torch.eye(9, dtype=torch.float64), d)
-    got = solved(J, G, Diagonal(d), multipliers(rule, G, Diagonal(d), 0.02, 0.05), False).dense()
+    got = solved(J, G, Diagonal(d), multipliers(rule, G, Diagonal(d), 0.02, 0.05), False)
     torch.testing.assert_close(got, naive(rule, G, full, J, 0.02, 0.05), rtol=1e-9, atol=1e-9)
 
 
@@ -69,7 +80,7 @@ def test_float32_solves_agree_with_float64_down_to_tiny_dampings(rule: str, rela
         kept = r if kind == "in the kept modes" else 1
         J = U_G[:, :kept] @ torch.randn(kept, kept) @ U_A[:, :kept].mT
     l = relative**2 if rule == "product" else relative
-    got = solved(J, G, A, multipliers(rule, G, A, l, relative), False).dense()
+    got = solved(J, G, A, multipliers(rule, G, A, l, relative), False)
     # The same matrices in float64, the orthogonal complement being that of the float32 basis itself.
     S = naive(
         rule, LowRank(_exactly(U_G), decay.double()), LowRank(_exactly(U_A), decay.double()), J.double(), l, relative
@@ -90,8 +101,8 @@ def test_any_scale_gives_the_same_relative_solution(dtype: torch.dtype, gradient
     plain = [linalg.eigh(psd(6), 3, tail="trace"), linalg.eigh(psd(9, seed=1), 4, tail="trace")]
     G, A = (LowRank(low.U.to(dtype), low.s * curvature, low.tail * curvature) for low in plain)
     m = linalg.factored(G, A, 0.1 * G.s[0], 0.1 * A.s[0])
-    got = solved((J * gradient).to(dtype), G, A, m, True).dense()
-    expected = solved(J, *plain, linalg.factored(*plain, 0.1 * plain[0].s[0], 0.1 * plain[1].s[0]), True).dense()
+    got = solved((J * gradient).to(dtype), G, A, m, True)
+    expected = solved(J, *plain, linalg.factored(*plain, 0.1 * plain[0].s[0], 0.1 * plain[1].s[0]), True)
     expected = expected * (gradient / curvature**2)
     assert torch.linalg.norm(got - expected) <= 1e-5 * torch.linalg.norm(expected)
 
@@ -108,13 +119,13 @@ def test_a_batch_of_groups_equals_its_members(rule: str) -> None:
         for i in range(3):
             g, a = linalg.eigh(X_g[i], ranks[0], tail="trace"), linalg.eigh(X_a[i], ranks[1], tail="trace")
             parts.append(naive(rule, g, a, J[i], 0.1, 0.2))
-        torch.testing.assert_close(got.dense(), torch.stack(parts), rtol=1e-8, atol=1e-8)
+        torch.testing.assert_close(got, torch.stack(parts), rtol=1e-8, atol=1e-8)
 
 
 def test_infinite_damping_gives_the_gradient_direction() -> None:
     G, A = linalg.eigh(psd(6), 3), linalg.eigh(psd(9), 4)
     J = torch.randn(6, 9, dtype=torch.float64)
-    S = solved(J, G, A, multipliers("factored", G, A, 1e7, 1e7), False).dense() * 1e14
+    S = solved(J, G, A, multipliers("factored", G, A, 1e7, 1e7), False) * 1e14
     torch.testing.assert_close(S, J, rtol=1e-6, atol=1e-6)
 
 
@@ -123,7 +134,7 @@ def test_relative_damping_scales_and_cancels_as_the_theory_says() -> None:
 
     def scaled(g: float, a: float) -> torch.Tensor:
         G, A = linalg.eigh(g * psd(5), 3), linalg.eigh(a * psd(5, seed=2), 3)
-        return solved(J, G, A, linalg.factored(G, A, 0.1 * G.s[0], 0.1 * A.s[0]), False).dense()
+        return solved(J, G, A, linalg.factored(G, A, 0.1 * G.s[0], 0.1 * A.s[0]), False)
 
     torch.testing.assert_close(scaled(3.0, 3.0), scaled(1.0, 1.0) / 9)
     torch.testing.assert_close(scaled(3.0, 1 / 3), scaled(1.0, 1.0))

@@ -77,6 +77,14 @@ class KroneckerAdapter(Adapter):
     def matrix(self, module: nn.Module, weight: Tensor) -> Tensor:
         """A tensor of the weight's shape as a matrix (d_out, d_in), a view where the memory layout allows it."""
 
+    def columns(self, module: nn.Module) -> Tensor | None:
+        """Which column of `matrix` each column of `stored` is, where the weight's memory has another order; None: the same."""
+        return None
+
+    def stored(self, module: nn.Module, weight: Tensor) -> Tensor:
+        """As `matrix`, with columns in the order of the weight's own memory: a view of anything laid out like it."""
+        return self.matrix(module, weight)
+
     def vector(self, module: nn.Module, bias: Tensor) -> Tensor:
         """A tensor of the bias's shape as rows of the matrix."""
         return bias

@@ -82,6 +82,22 @@ class ConvAdapter(KroneckerAdapter):
         groups = cast(Conv, module).groups
         return weight.reshape(groups, weight.shape[0] // groups, -1) if groups > 1 else weight.flatten(1)
 
+    def columns(self, module: nn.Module) -> Tensor | None:
+        """Channels come last in a channels_last weight."""
+        conv = cast(Conv, module)
+        if not _channels_last(conv.weight):
+            return None
+        channels = conv.in_channels // conv.groups
+        places = torch.arange(channels * math.prod(conv.kernel_size), device=conv.weight.device)
+        return places.view(channels, -1).mT.flatten()
+
+    def stored(self, module: nn.Module, weight: Tensor) -> Tensor:
+        """([groups,] outputs of a group, kernel x channels) for a channels_last weight."""
+        conv = cast(Conv, module)
+        if _channels_last(conv.weight):
+            weight = weight.movedim(1, -1)
+        return self.matrix(module, weight)
+
     def samples(self, module: nn.Module, x: Tensor) -> int | None:
         """The first dimension of a batch; an image alone is one sample."""
         return _batched(cast(Conv, module), x).shape[0]
@@ -90,6 +106,10 @@ class ConvAdapter(KroneckerAdapter):
         """([groups,] outputs of a group)."""
         groups = cast(Conv, module).groups
         return bias.reshape(groups, -1) if groups > 1 else bias
+
+
+def _channels_last(weight: Tensor) -> bool:
+    return not weight.is_contiguous() and weight.movedim(1, -1).is_contiguous()
 
 
 def _batched(conv: Conv, x: Tensor) -> Tensor:

@@ -2,11 +2,15 @@
 
 from rkfac.linalg.checks import DecompositionError
 from rkfac.linalg.exact import eigh
+from rkfac.linalg.host import at_once
 from rkfac.linalg.kronecker import (
     Diagonal,
     Multipliers,
+    Part,
     Preconditioner,
     Solution,
+    Terms,
+    Whole,
     factored,
     preconditioner,
     product,
@@ -23,9 +27,13 @@ __all__ = [
     "Diagonal",
     "LowRank",
     "Multipliers",
+    "Part",
     "Preconditioner",
     "Solution",
+    "Terms",
+    "Whole",
     "adaptive",
+    "at_once",
     "correct",
     "eigh",
     "factored",

@@ -2,20 +2,24 @@
 
 With U_G, U_A the kept bases, J splits into four blocks: kept x kept, kept x rest, rest x kept, rest x rest. A damped
 Kronecker inverse multiplies the first entry by entry, the next two by a vector, the last by a number (`Multipliers`).
-All of it works on numbers of size one: multipliers are kept in units of the largest, J in units of its own peak, and the
-true size of S is one float64 number beside it, so that nothing overflows or vanishes on the way.
+S itself is not formed: it is a multiple of J and a product of two thin matrices, which are added to whatever S is for, and
+its length and its product with J follow from the four blocks. A temporary of a weight's size costs more than all of this.
+All of it works on numbers of size one: multipliers are kept in units of the largest, J, where it is very large or small, in
+units of its own peak, and the true size of S is one float64 number beside it, so that nothing overflows or vanishes.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial, singledispatch
 
 import torch
 from torch import Tensor
 
 from rkfac.linalg.lowrank import LowRank
+from rkfac.linalg.host import at_once
 from rkfac.linalg.scaling import peak
 from rkfac.linalg.shapes import Float
 
@@ -23,6 +27,10 @@ from rkfac.linalg.shapes import Float
 # differences of terms as large as the largest multiplier times J.
 TOLERATED = 5e-4
 ROUNDINGS = 4  # of size eps ||J|| that one short solve is good for
+MEASURED = 1e-2  # share of ||J||^2 below which ||S||^2 (in units) is too much of a difference to be had from the blocks
+SAFE = (1e-15, 1e15)  # lengths whose square float32 can hold
+
+Terms = Sequence[tuple[Tensor, float]]  # what a vector is the sum of, with their coefficients
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,29 +106,142 @@ def _normalised(both: Tensor, output: Tensor, input: Tensor, rest: Tensor) -> Mu
     return Multipliers(both / scale, output / scale, input / scale, rest / scale, scale)
 
 
-@dataclass(frozen=True, eq=False)
-class Solution:
-    """S = scale * [matrix | vector], entries of about one; `scale` is a float64 number on the device.
+class Part(ABC):
+    """One parameter's share of S, in units of the solution's scale; `terms` add up to what was preconditioned."""
 
-    The bias's column stands apart, so that the matrix has the weight's own layout.
+    @abstractmethod
+    def add_to(self, target: Tensor, amount: Tensor, terms: Terms, keep: float = 1.0) -> None:
+        """target <- keep * target + amount * share, in place; `amount` is one float64 number on the device."""
+
+    @abstractmethod
+    def masked(self, keep: Tensor) -> Part:
+        """The same where `keep` (one truth value on the device) holds, zero elsewhere; without a synchronisation."""
+
+    def formed(self, like: Tensor, terms: Terms) -> Tensor:
+        """The share itself in float64 (inspection, tests and rare cases)."""
+        whole = torch.zeros_like(like, dtype=torch.float64)
+        self.add_to(whole, whole.new_ones(()), terms)
+        return whole
+
+
+def same(tensor: Tensor) -> Tensor:
+    """The view of a tensor that is a matrix already."""
+    return tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Whole(Part):
+    """A share that was formed, entries of about one; `matrix` views a tensor like the parameter in its shape."""
+
+    tensor: Tensor
+    matrix: Callable[[Tensor], Tensor] = same
+
+    def add_to(self, target: Tensor, amount: Tensor, terms: Terms, keep: float = 1.0) -> None:
+        """In one pass where precision and memory allow it."""
+        if keep != 1.0:
+            target.mul_(keep)
+        into = self.matrix(target)
+        if not _shares_memory(into, target):
+            whole = torch.zeros_like(target, dtype=self.tensor.dtype)
+            self.add_to(whole, amount, terms)
+            target.add_(whole.to(target.dtype))
+        elif target.dtype == self.tensor.dtype:
+            into.addcmul_(self.tensor, amount.to(target.dtype))
+        else:
+            into.add_((self.tensor * amount.to(self.tensor.dtype)).to(target.dtype))
+
+    def masked(self, keep: Tensor) -> Whole:
+        """Zero, or the same."""
+        return replace(self, tensor=torch.where(keep, self.tensor, torch.zeros_like(self.tensor)))
+
+
+@dataclass(frozen=True, eq=False)
+class Corrected(Part):
+    """rest * unit * J + left @ right, J being the sum of `terms`; `matrix` views a tensor like the parameter as J is.
+
+    `rest` None: J takes no part, for nothing was discarded. `unit` None: J is of moderate size.
     """
 
-    matrix: Float[Tensor, "*batch dg dw"]
-    vector: Float[Tensor, "*batch dg"] | None
-    scale: Float[Tensor, ""]
+    matrix: Callable[[Tensor], Tensor]
+    rest: Float[Tensor, "*batch"] | None
+    unit: Float[Tensor, ""] | None
+    left: Float[Tensor, "*batch dg k"]
+    right: Float[Tensor, "*batch k dw"]
 
-    def dense(self) -> Float[Tensor, "*batch dg da"]:
-        """S in float64 (inspection and tests)."""
-        S = self.matrix if self.vector is None else torch.cat([self.matrix, self.vector[..., None]], dim=-1)
-        return S.double() * self.scale
+    def add_to(self, target: Tensor, amount: Tensor, terms: Terms, keep: float = 1.0) -> None:
+        """The thin product first, then J: nothing of the target's size is made on the way."""
+        dtype, into = self.left.dtype, self.matrix(target)
+        if target.dtype != dtype or not _shares_memory(into, target):  # weights of 16 bits, a basis of 64, odd strides
+            whole = torch.zeros_like(target, dtype=dtype)
+            self.add_to(whole, amount, terms)
+            target.mul_(keep).add_(whole.to(target.dtype))
+            return
+        number = amount.to(dtype)
+        rest = None if self.rest is None else number * self.rest
+        rest = rest[..., None, None] if rest is not None and rest.ndim else rest
+        own = sum(coefficient for term, coefficient in terms if term is target)
+        if own and rest is not None:  # while it still is what the terms say
+            into.mul_(keep + own * (rest if self.unit is None else rest * self.unit))
+            keep = 1.0
+        add = torch.Tensor.addmm_ if into.ndim == 2 else torch.Tensor.baddbmm_
+        add(into, self.left * number, self.right, beta=keep)
+        if rest is None:
+            return
+        for term, coefficient in terms:
+            if term is not target:
+                J = self.matrix(term).to(dtype)
+                into.addcmul_(J if self.unit is None else J * self.unit, rest * coefficient)
+
+    def masked(self, keep: Tensor) -> Corrected:
+        """Without J and with thin matrices of zeros."""
+        left, right = (torch.where(keep, t, torch.zeros_like(t)) for t in (self.left, self.right))
+        rest = None if self.rest is None else torch.where(keep, self.rest, torch.zeros_like(self.rest))
+        return replace(self, left=left, right=right, rest=rest)
+
+
+def _shares_memory(view: Tensor, tensor: Tensor) -> bool:
+    """Whether writing into what was meant as a view writes into the tensor: reshaping may have made a copy."""
+    return view.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+
+
+@dataclass(frozen=True, eq=False)
+class Solution:
+    """S = scale * [weight's share | bias's share]; `scale` and all numbers are float64 and on the device.
+
+    `given` is ||[J | j]||; `square` is ||S||^2 and `inner` is <S, [J | j]>, both in units: the true ones are
+    `scale^2 * square` and `scale * size * inner`, `size` being the unit that J was measured in.
+    """
+
+    weight: Part
+    bias: Float[Tensor, "*batch dg"] | None
+    scale: Tensor
+    size: Tensor | float
+    given: Tensor
+    square: Tensor
+    inner: Tensor
+
+    def dense(self, J: Tensor, j: Tensor | None) -> Float[Tensor, "*batch dg da"]:
+        """S in float64, for the J and j that were solved for (inspection and tests)."""
+        S = self.weight.formed(J, [(J, 1.0)])
+        S = S if self.bias is None else torch.cat([S, self.bias.double()[..., None]], dim=-1)
+        return S * self.scale
 
 
 class Preconditioner(ABC):
     """A damped Kronecker inverse made ready for many gradients."""
 
     @abstractmethod
-    def solve(self, J: Float[Tensor, "*batch dg dw"], j: Float[Tensor, "*batch dg"] | None) -> Solution:
-        """S for the gradient [J | j]: J the weight's as a matrix, j the bias's (None without bias)."""
+    def solve(
+        self,
+        J: Float[Tensor, "*batch dg dw"],
+        j: Float[Tensor, "*batch dg"] | None,
+        matrix: Callable[[Tensor], Tensor] = same,
+        spend: bool = False,
+    ) -> Solution:
+        """S for the gradient [J | j]: J the weight's as a matrix, j the bias's (None without bias).
+
+        `matrix` views a tensor in the weight's shape as J is; `spend`: J is nobody else's and may be overwritten.
+        """
 
 
 @singledispatch
@@ -136,7 +257,7 @@ def _(A: LowRank, G: LowRank, multipliers: Multipliers) -> Preconditioner:
     if torch.finfo(G.U.dtype).eps * multipliers.spread() <= TOLERATED:
         return _Short(G, A, multipliers)
     # Whether digits are lost depends on J; asking costs nothing where nobody waits for the answer.
-    return (_Watched if G.U.device.type == "cpu" else _Exact)(G, A, multipliers)
+    return (_Watched if at_once(G.U) else _Exact)(G, A, multipliers)
 
 
 @preconditioner.register
@@ -145,46 +266,102 @@ def _(A: Diagonal, G: LowRank, multipliers: Multipliers) -> Preconditioner:
 
 
 class _Short(Preconditioner):
-    """Everything in the bases' own precision, S = J + left @ right with inner dimension r_G + r_A."""
+    """Everything in the bases' own precision, S = rest * J + left @ right with inner dimension r_G + r_A at most."""
 
     def __init__(self, G: LowRank, A: LowRank, m: Multipliers) -> None:
-        self.G, self.A, self.scale = G, A, m.scale
-        self.both, self.output, self.input, self.rest = (t.to(G.U) for t in (m.both, m.output, m.input, m.rest))
-        self.plain = m.rest.ndim == 0 and float(m.rest) == 1.0  # as nearly always: then J itself stays as it is
+        self.U_G, self.U_A, self.scale = G.U, A.U, m.scale
+        self.exact = m
+        # Then what J is multiplied by is a number in its precision, whatever J is.
+        self.moderate = SAFE[0] < float(m.scale) < SAFE[1] if at_once(m.scale) else False
+        self.G_full, self.A_full = G.full, A.full
+        # Squares of what a block is multiplied by, for lengths.
+        self.both_square, self.output_square = m.both.square(), m.output.square()
+        self.input_square, self.rest_square = m.input.square(), m.rest.square()
+        both, output, input, rest = (t.to(G.U) for t in (m.both, m.output, m.input, m.rest))
+        self.both, self.rest = both, rest
+        # What the thin factors are made of: multipliers of what the multiple of J has not done yet.
+        self.on_output = (output if G.full else output - rest[..., None])[..., :, None]
+        self.on_input = (input if A.full else input - rest[..., None])[..., None, :]
+        corner = both.clone()
+        if not A.full:
+            corner -= output[..., :, None]
+        if not G.full:
+            corner -= input[..., None, :]
+        if not (A.full or G.full):
+            corner += rest[..., None, None]
+        self.corner = corner
 
-    def solve(self, J: Tensor, j: Tensor | None) -> Solution:
-        matrix, vector, size = _in_units_of_its_peak(J, j, self.G.U.dtype)
-        U_G, U_A = self.G.U, self.A.U
-        P = _joined(U_G.mT @ matrix, None if vector is None else (U_G.mT @ vector[..., None])[..., 0])  # r_G x d_A
+    def solve(
+        self, J: Tensor, j: Tensor | None, matrix: Callable[[Tensor], Tensor] = same, spend: bool = False
+    ) -> Solution:
+        J, j, norms, unit, size = _measured(J, j, self.U_G.dtype, self.moderate)
+        U_G, U_A, width = self.U_G, self.U_A, J.shape[-1]
+        P = U_G.mT @ J  # r_G x d_A
+        if j is not None:
+            P = _joined(P, (U_G.mT @ j[..., None])[..., 0])
         K = P @ U_A  # r_G x r_A
-        if self.G.full and self.A.full:
-            return self._product(U_G, (K * self.both) @ U_A.mT, vector, size)
-        if self.G.full:
-            right = self.output[..., None] * P + (K * (self.both - self.output[..., None])) @ U_A.mT
-            return self._product(U_G, right, vector, size)
-        R = matrix @ U_A[..., : J.shape[-1], :]  # d_G x r_A
-        if vector is not None:
-            R = R + vector[..., :, None] * U_A[..., -1:, :]
-        if self.A.full:
-            left = R * self.input[..., None, :] + U_G @ (K * (self.both - self.input[..., None, :]))
-            return self._product(left, U_A.mT, vector, size)
-        rest = self.rest[..., None, None]
-        corner = self.both - self.output[..., :, None] - self.input[..., None, :] + rest
-        top = (self.output - self.rest[..., None])[..., :, None] * P + (K * corner) @ U_A.mT
-        left = torch.cat([U_G, R * (self.input - self.rest[..., None])[..., None, :]], dim=-1)
-        right = torch.cat([top, U_A.mT], dim=-2)
-        add = torch.Tensor.addmm_ if matrix.ndim == 2 else torch.Tensor.baddbmm_
-        S = add(matrix if self.plain else matrix.mul_(rest), left, right[..., : J.shape[-1]].contiguous())
-        if vector is not None:
-            vector = self.rest[..., None] * vector + (left @ right[..., -1:])[..., 0]
-        return Solution(S, vector, self.scale * size)
+        R = None
+        if not self.G_full:
+            R = J @ U_A[..., :width, :]  # d_G x r_A
+            if j is not None:
+                R = R + j[..., :, None] * U_A[..., -1:, :]
+        left, right = self._thin(P, K, R)
+        bias = None
+        if j is not None:
+            bias = (left @ right[..., -1:])[..., 0]
+            bias = bias if R is None or self.A_full else self.rest[..., None] * j + bias
+        rest = None if R is None or self.A_full else self.rest
+        part = Corrected(matrix, rest, unit, left, right[..., :width])
+        square, inner = self._lengths(norms, P, K, R)
+        if rest is not None and not self._certain(square, norms):
+            square = self._formed(J, part, bias, spend)
+        given = norms.sum().sqrt() * size
+        return Solution(part, bias, self.scale * size, size, given, square, inner)
 
-    def _product(self, left: Tensor, right: Tensor, vector: Tensor | None, size: Tensor) -> Solution:
-        """S = left @ right, with or without a column for the bias."""
-        if vector is None:
-            return Solution(left @ right, None, self.scale * size)
-        matrix = left @ right[..., :-1].contiguous()
-        return Solution(matrix, (left @ right[..., -1:])[..., 0], self.scale * size)
+    def _thin(self, P: Tensor, K: Tensor, R: Tensor | None) -> tuple[Tensor, Tensor]:
+        """left and right, the latter with the bias's column."""
+        U_G, U_A = self.U_G, self.U_A
+        if R is None and self.A_full:
+            return U_G, (K * self.both) @ U_A.mT
+        if R is None:
+            return U_G, self.on_output * P + (K * self.corner) @ U_A.mT
+        if self.A_full:
+            return R * self.on_input + U_G @ (K * self.corner), U_A.mT
+        top = self.on_output * P + (K * self.corner) @ U_A.mT
+        return torch.cat([U_G, R * self.on_input], dim=-1), torch.cat([top, U_A.mT], dim=-2)
+
+    def _lengths(self, norms: Tensor, P: Tensor, K: Tensor, R: Tensor | None) -> tuple[Tensor, Tensor]:
+        """||S||^2 and <S, J> in units, from the energy of J in each block; `norms` are ||J||^2, a number a group."""
+        m = self.exact
+        both = K.double().square()
+        square, inner = (self.both_square * both).sum(), (m.both * both).sum()
+        kept_G, kept_A = both.sum(-1), both.sum(-2)
+        if not self.A_full:
+            energy = torch.linalg.vector_norm(P, dim=-1).double().square()
+            beside = (energy - kept_G).clamp_min(0)
+            square, inner = square + (self.output_square * beside).sum(), inner + (m.output * beside).sum()
+        if R is not None:
+            below = torch.linalg.vector_norm(R, dim=-2).double().square()
+            beside = (below - kept_A).clamp_min(0)
+            square, inner = square + (self.input_square * beside).sum(), inner + (m.input * beside).sum()
+            if not self.A_full:
+                left = (norms - energy.sum(-1) - below.sum(-1) + kept_A.sum(-1)).clamp_min(0)
+                square, inner = square + (self.rest_square * left).sum(), inner + (m.rest * left).sum()
+        return square, inner
+
+    def _certain(self, square: Tensor, norms: Tensor) -> bool:
+        """Whether ||S||^2 is not a small difference of large numbers; NaN is certain enough."""
+        if self.U_G.dtype == torch.float64:
+            return not at_once(square) or not bool(square < 1e-6 * norms.sum())
+        return at_once(square) and not bool(square < MEASURED * norms.sum())
+
+    def _formed(self, J: Tensor, part: Corrected, bias: Tensor | None, spend: bool) -> Tensor:
+        """||S||^2 in units, measured on S itself, for which J's memory is used if it may be."""
+        add = torch.Tensor.addmm_ if J.ndim == 2 else torch.Tensor.baddbmm_
+        S = J if spend else J.clone()
+        add(S.mul_(self.rest[..., None, None]), part.left, part.right)
+        square = torch.linalg.vector_norm(S).double().square()
+        return square if bias is None else square + torch.linalg.vector_norm(bias).double().square()
 
 
 class _Watched(Preconditioner):
@@ -195,16 +372,15 @@ class _Watched(Preconditioner):
         self.precise = partial(_Exact, G, A, m)
         self.exact: _Exact | None = None
 
-    def solve(self, J: Tensor, j: Tensor | None) -> Solution:
-        solution = self.short.solve(J, j)
-        length = _norm(solution.matrix, solution.vector) * (
-            solution.scale / self.short.scale
-        )  # the multipliers in units
-        rounding = ROUNDINGS * torch.finfo(solution.matrix.dtype).eps * _norm(J, j)
-        if rounding <= TOLERATED * length:
+    def solve(
+        self, J: Tensor, j: Tensor | None, matrix: Callable[[Tensor], Tensor] = same, spend: bool = False
+    ) -> Solution:
+        solution = self.short.solve(J, j, matrix)
+        rounding = ROUNDINGS * torch.finfo(self.short.U_G.dtype).eps * solution.given
+        if rounding <= TOLERATED * solution.square.sqrt() * solution.size:
             return solution
         self.exact = self.exact or self.precise()
-        return self.exact.solve(J, j)
+        return self.exact.solve(J, j, matrix)
 
 
 class _Exact(Preconditioner):
@@ -219,23 +395,25 @@ class _Exact(Preconditioner):
         self.U_G, self.U_A = _orthonormal(G.U), _orthonormal(A.U)
         self.rest_G, self.rest_A = not G.full, not A.full
 
-    def solve(self, J: Tensor, j: Tensor | None) -> Solution:
+    def solve(
+        self, J: Tensor, j: Tensor | None, matrix: Callable[[Tensor], Tensor] = same, spend: bool = False
+    ) -> Solution:
         weight, bias, size = _in_units_of_its_peak(J, j, torch.float64)
-        matrix = _joined(weight, bias)
+        given = _joined(weight, bias)
         m, U_G, U_A = self.m, self.U_G, self.U_A
-        P = U_G.mT @ matrix
+        P = U_G.mT @ given
         K = P @ U_A
         kept = (K * m.both) @ U_A.mT
         if self.rest_A:
             kept = kept + m.output[..., None] * (P - K @ U_A.mT)
         S = U_G @ kept
         if self.rest_G:
-            below = matrix - U_G @ P
+            below = given - U_G @ P
             R = below @ U_A
             S = S + (R * m.input[..., None, :]) @ U_A.mT
             if self.rest_A:
                 S = S + m.rest[..., None, None] * (below - R @ U_A.mT)
-        return _in_own_units(S, m.scale * size, self.dtype, j is not None)
+        return _whole(S, given, m.scale * size, size, self.dtype, j is not None, matrix)
 
 
 class _OneHot(Preconditioner):
@@ -245,24 +423,40 @@ class _OneHot(Preconditioner):
         self.G, self.scale = G, m.scale
         self.both, self.input = m.both.to(G.U), m.input.to(G.U)
 
-    def solve(self, J: Tensor, j: Tensor | None) -> Solution:
-        matrix, _, size = _in_units_of_its_peak(J, None, self.G.U.dtype)
-        K = self.G.U.mT @ matrix
+    def solve(
+        self, J: Tensor, j: Tensor | None, matrix: Callable[[Tensor], Tensor] = same, spend: bool = False
+    ) -> Solution:
+        given, _, size = _in_units_of_its_peak(J, None, self.G.U.dtype)
+        K = self.G.U.mT @ given
         S = self.G.U @ (K * self.both)
         if not self.G.full:
-            S = S + (matrix - self.G.U @ K) * self.input
-        return _in_own_units(S, self.scale * size, self.G.U.dtype, False)
-
-
-def _norm(matrix: Tensor, vector: Tensor | None) -> Tensor:
-    """||[matrix | vector]|| in float64; zero or Inf beyond float32's squares, and then the exact formula decides."""
-    parts = [matrix] if vector is None else [matrix, vector]
-    return torch.stack([torch.linalg.vector_norm(part).double().square() for part in parts]).sum().sqrt()
+            S = S + (given - self.G.U @ K) * self.input
+        return _whole(S, given, self.scale * size, size, self.G.U.dtype, False, matrix)
 
 
 def _orthonormal(U: Tensor) -> Tensor:
     U = U.double()
     return 1.5 * U - 0.5 * (U @ (U.mT @ U))
+
+
+def _measured(
+    J: Tensor, j: Tensor | None, dtype: torch.dtype, moderate: bool
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | float]:
+    """J and j, ||[J | j]||^2 (a number a group, float64), and the unit they are multiplied by and its inverse.
+
+    Nothing is copied where the length says that no square overflows or vanishes, and `moderate` that no multiple does.
+    """
+    if moderate and J.dtype == dtype and at_once(J):
+        norms = _squares(J, j)
+        if SAFE[0] ** 2 < float(norms.sum()) < SAFE[1] ** 2:
+            return J, j, norms, None, 1.0
+    J, j, size = _in_units_of_its_peak(J, j, dtype)
+    return J, j, _squares(J, j), torch.where(size > 0, 1 / size, 1.0).to(dtype), size
+
+
+def _squares(J: Tensor, j: Tensor | None) -> Tensor:
+    norms = torch.linalg.vector_norm(J, dim=(-2, -1)).double().square()
+    return norms if j is None else norms + torch.linalg.vector_norm(j, dim=-1).double().square()
 
 
 def _in_units_of_its_peak(J: Tensor, j: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -283,9 +477,21 @@ def _joined(matrix: Tensor, vector: Tensor | None) -> Tensor:
     return matrix if vector is None else torch.cat([matrix, vector[..., None]], dim=-1)
 
 
-def _in_own_units(S: Tensor, scale: Tensor, dtype: torch.dtype, bias: bool) -> Solution:
+def _whole(
+    S: Tensor,
+    given: Tensor,
+    scale: Tensor,
+    size: Tensor,
+    dtype: torch.dtype,
+    bias: bool,
+    matrix: Callable[[Tensor], Tensor],
+) -> Solution:
     """With entries of about one: the multipliers that matter may be far below the largest one."""
     largest = peak(S).double()
     unit = torch.where(largest > 0, largest, 1.0)
-    S = (S / unit).to(dtype)
-    return Solution(S[..., :-1], S[..., -1], scale * unit) if bias else Solution(S, None, scale * unit)
+    length = torch.linalg.vector_norm(given).double() * size
+    S = S / unit
+    square, inner = torch.linalg.vector_norm(S).double().square(), (S * given).sum().double()
+    S = S.to(dtype)
+    part = Whole(S[..., :-1] if bias else S, matrix)
+    return Solution(part, S[..., -1] if bias else None, scale * unit, size, length, square, inner)

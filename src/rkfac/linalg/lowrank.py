@@ -77,6 +77,10 @@ class LowRank:
             tail = (cut / (self.dim - rank)).to(self.tail.dtype)
         return LowRank(self.U[..., :rank].contiguous(), self.s[..., :rank].contiguous(), tail)
 
+    def permuted(self, order: Tensor) -> LowRank:
+        """The same matrix with rows and columns in another order."""
+        return LowRank(self.U[..., order, :], self.s, self.tail)
+
     def with_trace(self, trace: Float[Tensor, "*batch"]) -> LowRank:
         """The same pairs with the discarded spectrum filled so that the whole trace is `trace`."""
         missing = (trace.double() - self.s.double().sum(-1)).clamp_min(0)

@@ -27,6 +27,7 @@ from rkfac.optim.gate import Gate
 from rkfac.optim.moves import Rules, planned
 from rkfac.optim.report import LayerReport, Spectra, covered_layer, described, listed, spectra, uncovered_layer
 from rkfac.optim.rules import GRAFTS, fallback_rule
+from rkfac.optim.scratch import Scratch
 
 
 class CurvatureOptimizer(torch.optim.Optimizer):
@@ -65,6 +66,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         self._adaptive = adaptive_damping
         self._grad_scaler = grad_scaler
         self._gate = Gate(settings.max_failures)
+        self._scratch = Scratch()
         self._step = 0
         self._closed = False
         self._paused = False
@@ -217,7 +219,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         """All directions are made before any parameter moves: an error on the way leaves the model as it was."""
         blocks, groups = self._blocks.values(), self.param_groups
         rules = Rules(GRAFTS[self._graft], fallback_rule(self._graft, self._fallback), self._step)
-        moves = planned(blocks, groups, self._group_of, self._names, self.state, rules, self._gate)
+        moves = planned(blocks, groups, self._group_of, self._names, self.state, rules, self._gate, self._scratch)
         self._gate.report()
         for move in moves:
             move.apply(self.state, rules)

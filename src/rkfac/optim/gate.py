@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from rkfac.linalg import at_once
 from rkfac.optim.report import listed
 
 
@@ -26,14 +27,9 @@ class Gate:
         self._on_device: dict[str, Tensor] = {}  # refusals in a row, and all since the last report
         self._refused: list[str] = []
 
-    @staticmethod
-    def at_once(tensor: Tensor) -> bool:
-        """Whether reading a value waits for nobody."""
-        return tensor.device.type == "cpu"
-
     def passes(self, name: str, finite: Tensor) -> bool | Tensor:
         """Whether an update may go on: a plain truth value on a CPU, one on the device elsewhere."""
-        if not self.at_once(finite):
+        if not at_once(finite):
             before = self._on_device.get(name, torch.zeros(2, dtype=torch.int64, device=finite.device))
             healthy = torch.stack([torch.zeros_like(before[0]), before[1]])
             self._on_device[name] = torch.where(finite, healthy, before + 1)
@@ -47,7 +43,7 @@ class Gate:
     def mended(self, buffer: Tensor, factor: float) -> Tensor:
         """Whether a buffer times a factor is finite; otherwise it becomes zero, to be refused once and not for ever."""
         finite = moderate(torch.view_as_real(buffer) if buffer.is_complex() else buffer, False, factor)
-        if not self.at_once(buffer) or not bool(finite):
+        if not at_once(buffer) or not bool(finite):
             buffer.copy_(torch.where(finite, buffer, torch.zeros_like(buffer)))
         return finite
 

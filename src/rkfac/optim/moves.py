@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from rkfac.curvature.block import Block, Direction
+from rkfac.linalg import Terms, at_once
 from rkfac.optim import clip
 from rkfac.optim.gate import Gate, bounded, moderate
-from rkfac.optim.rules import Course, Rule, decay_of
+from rkfac.optim.rules import Course, Rule, decay_of, longest
+from rkfac.optim.scratch import Scratch
 
 Group = Mapping[str, Any]
 State = MutableMapping[Any, Any]
@@ -53,8 +55,8 @@ class Preconditioned:
                 add = partial(self._add, index)
                 rules.covered.follow(p, target.gradient, state[p], group, decay_of(group, rules.step), add)
 
-    def _add(self, index: int, to: Tensor, factor: float) -> None:
-        self.direction.add_to(index, to, self.factor * factor)
+    def _add(self, index: int, to: Tensor, factor: float, terms: Terms, keep: float) -> None:
+        self.direction.add_to(index, to, self.factor * factor, terms, keep)
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,7 @@ def planned(
     state: State,
     rules: Rules,
     gate: Gate,
+    scratch: Scratch,
 ) -> list[Move]:
     """All moves of one step, with every buffer they need; what is not finite takes no part.
 
@@ -98,57 +101,73 @@ def planned(
             held.update((id(p), group["update_clip"]) for p in block.parameters)
             continue
         covered.update(id(p) for p in block.parameters)
-        made.append((block, _preconditioned(block, group, group_of, state, rules, gate)))
+        made.append((block, _preconditioned(block, group, group_of, state, rules, gate, scratch)))
     return [*_held_together(made, groups[0]["kl_clip"]), *_plain(groups, names, covered, held, state, rules, gate)]
 
 
 def _preconditioned(
-    block: Block, group: Group, group_of: Mapping[int, Group], state: State, rules: Rules, gate: Gate
+    block: Block,
+    group: Group,
+    group_of: Mapping[int, Group],
+    state: State,
+    rules: Rules,
+    gate: Gate,
+    scratch: Scratch,
 ) -> Preconditioned:
     targets: list[Target | None] = []
     courses: list[Course] = []
-    finite = torch.ones((), dtype=torch.bool, device=block.weight.device)
+    mended = []  # where nothing can be read buffers are looked through before they are used
     for p in block.parameters:
         own = group_of.get(id(p))
         if own is None or p.grad is None:
             targets.append(None)
             # What does not move is no part of the course: its gradient has neither the momentum nor the sign of the others.
-            courses.append(Course(torch.zeros_like(p), None))
+            courses.append(Course(torch.zeros_like(p)))
             continue
         target = Target(p, -p.grad if own["maximize"] else p.grad, own)
         targets.append(target)
         rules.covered.prepare(state[p], p, own)
-        finite = finite & _mended(state[p], own, gate)
-        if "exp_avg_sq" in state[p]:  # an infinite square would be a step of zero, and stay
-            finite = finite & moderate(target.gradient, True)
-        courses.append(rules.covered.course(p, target.gradient, state[p], own, decay_of(own, rules.step)))
-    direction = block.direction(tuple(course.vector for course in courses), group)
-    factor, length = _scaled(direction, courses)
+        if not at_once(p):
+            mended.append(_mended(state[p], own, gate))
+        # The weight's course is in memory that the bias's must not overwrite.
+        courses.append(rules.covered.course(p, target.gradient, state[p], own, scratch if p is block.weight else Scratch()))
+    direction = block.direction(tuple(course.vector for course in courses), group, courses[0].spend)
+    factor, length = _scaled(direction, courses, targets, rules.covered.grafts)
     limit = clip.rms_clip(length, direction.size, group["update_clip"])
     if limit is not None:
         factor, length = factor * limit, length * limit
-    passed = gate.passes(block.name, finite & bounded(length * _longest(group), block.weight.dtype))
+    finite = bounded(length * longest(group), block.weight.dtype)
+    for fact in (*mended, *(course.finite for course in courses)):
+        finite = finite if fact is None else finite & fact
+    passed = gate.passes(block.name, finite)
     if passed is not True:
         keep = torch.as_tensor(passed, device=block.weight.device)
         direction = direction.masked(keep)
         limit = None if limit is None else limit.nan_to_num(nan=0.0, posinf=0.0)
         factor = torch.where(keep, factor, torch.zeros_like(length))
-        # A gradient that is not finite would stay in the buffers for good.
+        # What is not finite would stay in the buffers for good.
         targets = [
             t and replace(t, gradient=torch.where(keep, t.gradient, torch.zeros_like(t.gradient))) for t in targets
         ]
+        for t in targets:
+            if t is not None:
+                _mended(state[t.parameter], t.group, gate)
     block.clip = limit
     return Preconditioned(direction, factor, targets)
 
 
-def _scaled(direction: Direction, courses: Sequence[Course]) -> tuple[Tensor | float, Tensor]:
+def _scaled(
+    direction: Direction, courses: Sequence[Course], targets: Sequence[Target | None], grafts: bool
+) -> tuple[Tensor | float, Tensor]:
     """What the direction is multiplied by to have the length its rule asks for, and that length."""
-    moving = [index for index, course in enumerate(courses) if course.square is not None]
-    if not moving:
+    if not grafts:
         return 1.0, direction.norm
-    length = torch.stack([course.square for course in courses if course.square is not None]).sum().sqrt()
-    # A bias that no group holds is part of what is solved, not of the step.
-    own = direction.norm if len(moving) == len(courses) else direction.norm_of(moving)
+    squares = [course.square for course in courses if course.square is not None]
+    length = torch.stack(squares).sum().sqrt() if squares else direction.given
+    own = direction.norm
+    if None in targets:  # a bias that no group holds is part of what is solved, not of the step
+        moving = [index for index, target in enumerate(targets) if target is not None]
+        own = direction.norm_of(moving, [course.vector for course in courses])
     return torch.where(own > 0, length / own, torch.zeros_like(length)), length + 0 * direction.norm
 
 
@@ -190,7 +209,7 @@ def _plain(
             rule, own = (rules.covered, group) if waiting else (rules.fallback, scaled)
             rule.prepare(state[p], p, own)
             gradient = torch.view_as_real(p.grad) if p.grad.is_complex() else p.grad
-            finite = moderate(gradient, "exp_avg_sq" in state[p], _longest(own)) & _mended(state[p], own, gate)
+            finite = moderate(gradient, "exp_avg_sq" in state[p], longest(own)) & _mended(state[p], own, gate)
             passed = gate.passes(names.get(id(p), "a parameter outside the model"), finite)
             kept = p.grad if passed is True else torch.where(torch.as_tensor(passed, device=p.device), p.grad, 0)
             moves.append(Plain(Target(p, -kept if group["maximize"] else kept, own), rule, held.get(id(p))))
@@ -202,12 +221,7 @@ def _mended(state: State, group: Group, gate: Gate) -> Tensor | bool:
     finite: Tensor | bool = True
     for buffer in state.values():
         if isinstance(buffer, Tensor):
-            finite = gate.mended(buffer, _longest(group)) & finite
-    if "decay_share" in state and gate.at_once(state["momentum_buffer"]) and not bool(finite):
+            finite = gate.mended(buffer, longest(group)) & finite
+    if "decay_share" in state and at_once(state["momentum_buffer"]) and not bool(finite):
         state["decay_share"] = 0.0  # what the buffer held of the weight is gone with it
     return finite
-
-
-def _longest(group: Group) -> float:
-    """What an update or a buffer is multiplied by at most."""
-    return max(1.0, float(group["lr"]) * max(1.0, group["fallback_scale"]))

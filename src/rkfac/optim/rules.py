@@ -16,19 +16,28 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from rkfac.linalg import Terms, at_once
 from rkfac.optim.clip import within
-from rkfac.optim.gate import Gate
+from rkfac.optim.gate import moderate
+from rkfac.optim.scratch import Scratch
 
 Group = Mapping[str, Any]
 State = MutableMapping[str, Any]
-Add = Callable[[Tensor, float], object]  # target += factor * direction
+# target <- keep * target + factor * direction, in place; the terms add up to what the direction was made from.
+Add = Callable[[Tensor, float, Terms, float], object]
 
 
 class Course(NamedTuple):
-    """What is preconditioned, and the square of the length that the result shall have (None: its own)."""
+    """What is preconditioned, and the square of the length that the result shall have.
+
+    `square` None: the vector's own, or, under a rule that does not graft, the preconditioner's. `spend`: the vector is in
+    memory that may be overwritten. `finite`: whether everything else the rule will use is; None: the vector shows it.
+    """
 
     vector: Tensor
-    square: Tensor | None
+    square: Tensor | None = None
+    spend: bool = False
+    finite: Tensor | None = None
 
 
 class Rule(ABC):
@@ -47,7 +56,7 @@ class Rule(ABC):
         """A whole step without a preconditioner, its direction within an RMS of `largest`."""
 
     @abstractmethod
-    def course(self, p: Tensor, gradient: Tensor, state: State, group: Group, decay: float) -> Course:
+    def course(self, p: Tensor, gradient: Tensor, state: State, group: Group, scratch: Scratch) -> Course:
         """What is to be preconditioned; changes nothing."""
 
     @abstractmethod
@@ -70,28 +79,31 @@ class Own(Rule):
     ) -> None:
         """The gradient in the direction's place."""
         gradient = within(gradient, largest)
-        self._step(p, state, group, decay, lambda target, factor: target.add_(gradient, alpha=factor))
 
-    def course(self, p: Tensor, gradient: Tensor, state: State, group: Group, decay: float) -> Course:
+        def add(target: Tensor, factor: float, terms: Terms, keep: float) -> None:
+            (target if keep == 1.0 else target.mul_(keep)).add_(gradient, alpha=factor)
+
+        self.follow(p, gradient, state, group, decay, add)
+
+    def course(self, p: Tensor, gradient: Tensor, state: State, group: Group, scratch: Scratch) -> Course:
         """The gradient."""
-        return Course(gradient, None)
+        finite = moderate(state["momentum_buffer"], False, longest(group)) if group["momentum"] else None
+        return Course(gradient, finite=finite)
 
     def follow(self, p: Tensor, gradient: Tensor, state: State, group: Group, decay: float, add: Add) -> None:
         """theta <- (1 - lr w) theta - lr (direction, or its momentum)."""
-        self._step(p, state, group, decay, add)
-
-    def _step(self, p: Tensor, state: State, group: Group, decay: float, add: Add) -> None:
         lr, momentum = float(group["lr"]), group["momentum"]
-        if decay:
-            p.mul_(1 - lr * decay)
+        terms, keep = ((gradient, 1.0),), 1 - lr * decay
         if not momentum:
-            add(p, -lr)
+            add(p, -lr, terms, keep)
             return
-        buffer: Tensor = state["momentum_buffer"].mul_(momentum)
-        add(buffer, 1.0)
+        buffer: Tensor = state["momentum_buffer"]
+        add(buffer, 1.0, terms, momentum)
+        if keep != 1.0:
+            p.mul_(keep)
         p.add_(buffer, alpha=-lr * momentum if group["nesterov"] else -lr)
         if group["nesterov"]:
-            add(p, -lr)
+            add(p, -lr, terms, 1.0)
 
 
 class SGD(Rule):
@@ -112,48 +124,43 @@ class SGD(Rule):
         self, p: Tensor, gradient: Tensor, state: State, group: Group, decay: float, largest: float | None
     ) -> None:
         """Bit for bit torch's, where there is no clip."""
-        p.add_(within(self._remember(p, gradient, state, group, decay), largest), alpha=-float(group["lr"]))
-
-    def _remember(self, p: Tensor, gradient: Tensor, state: State, group: Group, decay: float) -> Tensor:
-        """Bring the buffer up to date; torch's direction."""
         if decay:
             gradient = gradient.add(p, alpha=decay)
         momentum = group["momentum"]
-        if not momentum:
-            return gradient
-        state["decay_share"] = momentum * state["decay_share"] + decay
-        buffer: Tensor = state["momentum_buffer"].mul_(momentum).add_(gradient)
-        return gradient.add(buffer, alpha=momentum) if group["nesterov"] else buffer
+        if momentum:
+            state["decay_share"] = momentum * state["decay_share"] + decay
+            buffer: Tensor = state["momentum_buffer"].mul_(momentum).add_(gradient)
+            gradient = gradient.add(buffer, alpha=momentum) if group["nesterov"] else buffer
+        p.add_(within(gradient, largest), alpha=-float(group["lr"]))
 
-    def _share(self, state: State, group: Group, decay: float) -> float:
-        """How many times the parameter is in the coming step."""
+    def course(self, p: Tensor, gradient: Tensor, state: State, group: Group, scratch: Scratch) -> Course:
+        """torch's direction without its decay, at its own length."""
         momentum = group["momentum"]
         if not momentum:
-            return decay
-        held: float = momentum * state["decay_share"] + decay
-        return decay + momentum * held if group["nesterov"] else held
-
-    def course(self, p: Tensor, gradient: Tensor, state: State, group: Group, decay: float) -> Course:
-        """torch's direction without its decay, at its own length."""
-        momentum, vector = group["momentum"], gradient
-        if momentum:
-            ahead = 1 + momentum if group["nesterov"] else 1.0
-            vector = gradient * ahead
-            vector.add_(state["momentum_buffer"], alpha=momentum**2 if group["nesterov"] else momentum)
-            # The gradient's own share of decay is not in it yet.
-            held = self._share(state, group, decay) - ahead * decay
-            if held:
-                vector.sub_(p, alpha=held)
-        return Course(vector, square_of(vector))
+            return Course(gradient)
+        ahead = 1 + momentum if group["nesterov"] else 1.0
+        # The buffer's weight beside the gradient's: m, or with Nesterov m^2 beside 1 + m.
+        beside = momentum**2 / ahead if group["nesterov"] else momentum
+        vector = torch.add(gradient, state["momentum_buffer"], alpha=beside, out=scratch.like(p))
+        if state["decay_share"]:
+            vector.sub_(p, alpha=beside * state["decay_share"])
+        return Course(vector if ahead == 1.0 else vector.mul_(ahead), spend=True)
 
     def follow(self, p: Tensor, gradient: Tensor, state: State, group: Group, decay: float, add: Add) -> None:
         """theta <- theta - lr (direction + share of decay * theta)."""
-        lr, share = float(group["lr"]), self._share(state, group, decay)
-        if group["momentum"]:
-            self._remember(p, gradient, state, group, decay)
-        if share:
-            p.mul_(1 - lr * share)
-        add(p, -lr)
+        lr, momentum, share = float(group["lr"]), group["momentum"], decay
+        terms: list[tuple[Tensor, float]] = [(gradient, 1.0)]
+        if momentum:
+            buffer = torch.add(gradient, state["momentum_buffer"], alpha=momentum, out=state["momentum_buffer"])
+            if decay:
+                buffer.add_(p, alpha=decay)
+            held = share = state["decay_share"] = momentum * state["decay_share"] + decay
+            terms = [(buffer, 1.0)]
+            if group["nesterov"]:
+                terms, held, share = [(gradient, 1.0), (buffer, momentum)], momentum * held, decay + momentum * held
+            if held:  # what the buffer holds of the parameter was not preconditioned
+                terms.append((p, -held))
+        add(p, -lr, terms, 1 - lr * share)
 
 
 class AdamW(Rule):
@@ -176,7 +183,9 @@ class AdamW(Rule):
         if p.is_complex():
             p, gradient = torch.view_as_real(p), torch.view_as_real(gradient)
         self._remember(gradient, state, group)
-        mean, denominator, correction = self._moments(state["exp_avg"], state["exp_avg_sq"], state["adam_step"], group)
+        mean, second, step = state["exp_avg"], group["betas"][1], state["adam_step"]
+        denominator = (state["exp_avg_sq"].sqrt() / (1 - second**step) ** 0.5).add_(group["eps"])
+        correction = 1 - group["betas"][0] ** step
         if largest is None:
             p.addcdiv_(mean, denominator, value=-(lr / correction))
         else:
@@ -188,27 +197,23 @@ class AdamW(Rule):
         state["exp_avg"].lerp_(gradient, 1 - first)
         state["exp_avg_sq"].mul_(second).addcmul_(gradient, gradient, value=1 - second)
 
-    def _moments(self, mean: Tensor, square: Tensor, step: int, group: Group) -> tuple[Tensor, Tensor, float]:
-        """The first moment, the denominator, and what the first moment has still to be divided by."""
-        first, second = group["betas"]
-        denominator = (square.sqrt() / (1 - second**step) ** 0.5).add_(group["eps"])
-        return mean, denominator, 1 - first**step
-
-    def course(self, p: Tensor, gradient: Tensor, state: State, group: Group, decay: float) -> Course:
+    def course(self, p: Tensor, gradient: Tensor, state: State, group: Group, scratch: Scratch) -> Course:
         """The first moment, at the length of AdamW's direction."""
-        first, second = group["betas"]
-        mean = state["exp_avg"].lerp(gradient, 1 - first)
-        square = (state["exp_avg_sq"] * second).addcmul_(gradient, gradient, value=1 - second)
-        _, denominator, correction = self._moments(mean, square, state["adam_step"] + 1, group)
-        return Course(mean, square_of(torch.div(mean, denominator, out=square)) / correction**2)
+        (first, second), step = group["betas"], state["adam_step"] + 1
+        room, square = scratch.like(p), scratch.like(p, slot=1)
+        gradient = gradient.to(room.dtype)
+        mean = torch.lerp(state["exp_avg"].to(room.dtype), gradient, 1 - first, out=room)
+        torch.mul(state["exp_avg_sq"], second, out=square).addcmul_(gradient, gradient, value=1 - second)
+        finite = moderate(square, False)  # an infinite square would be a step of zero, and stay
+        denominator = square.sqrt_().div_((1 - second**step) ** 0.5).add_(group["eps"])
+        length = square_of(torch.div(mean, denominator, out=square)) / (1 - first**step) ** 2
+        return Course(mean, length, spend=True, finite=finite)
 
     def follow(self, p: Tensor, gradient: Tensor, state: State, group: Group, decay: float, add: Add) -> None:
         """theta <- (1 - lr w) theta - lr direction."""
         lr = float(group["lr"])
         self._remember(gradient, state, group)
-        if decay:
-            p.mul_(1 - lr * decay)
-        add(p, -lr)
+        add(p, -lr, ((state["exp_avg"], 1.0),), 1 - lr * decay)
 
 
 GRAFTS: dict[str | None, Rule] = {None: Own(), "sgd": SGD(), "adamw": AdamW()}
@@ -224,12 +229,17 @@ def decay_of(group: Group, step: int) -> float:
     return float(group["weight_decay"]) if step >= group["weight_decay_from"] else 0.0
 
 
+def longest(group: Group) -> float:
+    """What an update or a buffer is multiplied by at most."""
+    return max(1.0, float(group["lr"]) * max(1.0, group["fallback_scale"]))
+
+
 SAFE = (1e-15, 1e15)  # lengths whose square float32 can hold
 
 
 def square_of(vector: Tensor) -> Tensor:
     """The squared length in float64, whatever the size of the entries."""
-    if not Gate.at_once(vector):
+    if not at_once(vector):
         return torch.linalg.vector_norm(vector, dtype=torch.float64).square()
     # Not in 16 bits, in which the length itself would be rounded.
     length = torch.linalg.vector_norm(vector, dtype=None if vector.dtype.itemsize > 2 else torch.float32).double()

@@ -97,7 +97,8 @@ def _direction(where: str, value: float) -> Callable[[Patch, rkfac.KFAC], None]:
             made = genuine(*args)
             if where == "scale":
                 return replace(made, scale=torch.full_like(made.scale, value))
-            return replace(made, parts=(made.parts[0], _spoiled(made.parts[1], value)))
+            spoiled = replace(made.parts[1], tensor=_spoiled(made.parts[1].tensor, value))
+            return replace(made, parts=(made.parts[0], spoiled), length=torch.full_like(made.length, abs(value)))
 
         patch.setattr(block, "direction", direction)
 

@@ -14,20 +14,27 @@ from optim import stated
 from optim.numbers.injections import TARGET, UPDATES, assert_finite, injected
 from optim.problems import parameters, reader, sentences, step, twin
 from rkfac.curvature.block import Direction
+from rkfac.linalg import Whole, kronecker
 from rkfac.optim import clip as clips
+from rkfac.optim import gate, moves, rules
 from rkfac.optim.gate import Gate, bounded, moderate
 
 
 @pytest.fixture
 def _elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gate believes that reading a value would wait for a device; the tensors stay where they are."""
-    monkeypatch.setattr(Gate, "at_once", staticmethod(lambda tensor: False))
+    """All rooms believe that reading a value would wait for a device; the tensors stay where they are."""
+    for room in (kronecker, gate, moves, rules):
+        monkeypatch.setattr(room, "at_once", lambda tensor: False)
+
+
+def direction_of(parts: tuple[Tensor, ...], number: Tensor) -> Direction:
+    return Direction(tuple(Whole(part) for part in parts), number, 15, number, number, number)
 
 
 def test_the_pure_parts_run_where_no_value_can_be_read() -> None:
     """A meta tensor has no values: whatever looked at one would raise."""
     parts = (torch.empty(3, 4, device="meta"), torch.empty(3, device="meta"))
-    direction = Direction(parts, torch.empty((), dtype=torch.float64, device="meta"), parts)
+    direction = direction_of(parts, torch.empty((), dtype=torch.float64, device="meta"))
     clip = clips.rms_clip(direction.norm, direction.size, 0.07)
     assert clip is not None
     passed = Gate(3).passes("layer", bounded(direction.norm * clip, torch.float32))
@@ -42,7 +49,7 @@ def test_the_pure_parts_run_where_no_value_can_be_read() -> None:
 def test_masking_turns_anything_into_zero() -> None:
     for value in (math.nan, math.inf, 1.0):
         parts = (torch.full((2, 2), value),)
-        direction = Direction(parts, torch.tensor(value, dtype=torch.float64), parts).masked(torch.tensor(False))
+        direction = direction_of(parts, torch.tensor(value, dtype=torch.float64)).masked(torch.tensor(False))
         target = torch.ones(2, 2)
         direction.add_to(0, target, 0.5)
         assert torch.equal(target, torch.ones(2, 2))

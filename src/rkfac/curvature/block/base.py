@@ -241,8 +241,8 @@ class Block(ABC):
     # --- step
 
     @abstractmethod
-    def direction(self, gradients: tuple[Tensor, ...], group: Group) -> Direction:
-        """The preconditioned gradient, given one tensor a parameter."""
+    def direction(self, gradients: tuple[Tensor, ...], group: Group, spend: bool = False) -> Direction:
+        """The preconditioned gradient, given one tensor a parameter; `spend`: the weight's may be overwritten."""
 
     @abstractmethod
     def multiply(self, change: tuple[Tensor, ...], group: Group) -> tuple[Tensor, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from rkfac.curvature.block.direction import Direction
 from rkfac.curvature.factor import DenseFactor, DiagonalFactor, Factor
 from rkfac.curvature.statistics import Moment
 from rkfac.layers.base import KroneckerAdapter, statistics_dtype
-from rkfac.linalg import Preconditioner, preconditioner
+from rkfac.linalg import Part, Preconditioner, Whole, preconditioner
 
 
 class KroneckerBlock(Block):
@@ -33,7 +34,7 @@ class KroneckerBlock(Block):
         start, shape = self.settings.start, self.adapter.input_shape(self.module, self.bias)
         self.input: Factor[Any] = (DiagonalFactor if self.adapter.diagonal_input() else DenseFactor)(shape, start, like)
         self.output = DenseFactor(self.adapter.output_shape(self.module), start, like)
-        self._prepared: tuple[tuple[int, float, torch.device], Preconditioner] | None = None
+        self._prepared: tuple[tuple[Any, ...], Preconditioner] | None = None
 
     @property
     def factors(self) -> Mapping[str, Factor[Any]]:
@@ -73,24 +74,34 @@ class KroneckerBlock(Block):
             factor.adopt(refreshed)
 
     def _inverse(self, group: Group) -> Preconditioner:
-        """The damped inverse, made once for a basis and a damping."""
-        key = (self.version, float(group["damping"]), self.weight.device)
+        """The damped inverse, made once for a basis, a damping and a memory layout of the weight."""
+        key = (self.version, float(group["damping"]), self.weight.device, self.weight.stride())
         if self._prepared is None or self._prepared[0] != key:
             multipliers = self.settings.damping.multipliers(key[1], self.input, self.output)
-            self._prepared = (key, preconditioner(self.input.low, self.output.low, multipliers))
+            low, columns = self.input.low, self.adapter.columns(self.module)
+            if columns is not None:
+                low = low.permuted(torch.cat([columns, columns.new_tensor([len(columns)])]) if self.bias else columns)
+            self._prepared = (key, preconditioner(low, self.output.low, multipliers))
         return self._prepared[1]
 
-    def direction(self, gradients: tuple[Tensor, ...], group: Group) -> Direction:
+    def direction(self, gradients: tuple[Tensor, ...], group: Group, spend: bool = False) -> Direction:
         """The two-sided solve."""
         with self.timed("apply"):
             self._follow()
-            J = self.adapter.matrix(self.module, gradients[0])
+            matrix = partial(self.adapter.stored, self.module)
             j = self.adapter.vector(self.module, gradients[1]) if self.bias else None
-            solution = self._inverse(group).solve(J, j)
-            parts = [self.adapter.tensor(self.module, solution.matrix)]
-            if solution.vector is not None:
-                parts.append(solution.vector.reshape(gradients[1].shape))
-            return Direction(tuple(parts), solution.scale, gradients)
+            solution = self._inverse(group).solve(matrix(gradients[0]), j, matrix, spend)
+            parts: tuple[Part, ...] = (solution.weight,)
+            if solution.bias is not None:
+                parts = (solution.weight, Whole(solution.bias.reshape(gradients[1].shape)))
+            return Direction(
+                parts,
+                solution.scale,
+                sum(g.numel() for g in gradients),
+                solution.given,
+                solution.square.sqrt(),
+                solution.inner * solution.size,
+            )
 
     def multiply(self, change: tuple[Tensor, ...], group: Group) -> tuple[Tensor, ...]:
         """(G + l) D (A + l) for the factored rules, G D A + l D for the product rule."""

@@ -15,6 +15,7 @@ from rkfac.curvature.decompose import Exact
 from rkfac.curvature.factor import DenseFactor, Factor
 from rkfac.curvature.statistics import Moment
 from rkfac.layers.base import UnitAdapter, statistics_dtype
+from rkfac.linalg import Whole
 
 
 class UnitBlock(Block):
@@ -72,7 +73,7 @@ class UnitBlock(Block):
             self._prepared = (key, (U / (low.s + damping)[..., None, :]) @ U.mT)
         return self._prepared[1]
 
-    def direction(self, gradients: tuple[Tensor, ...], group: Group) -> Direction:
+    def direction(self, gradients: tuple[Tensor, ...], group: Group, spend: bool = False) -> Direction:
         """Small solves, all units at once and in float64."""
         with self.timed("apply"):
             self._follow()
@@ -81,8 +82,11 @@ class UnitBlock(Block):
             peak = solved.abs().amax()
             scale = torch.where(peak > 0, peak, torch.ones_like(peak))
             dtype = statistics_dtype(self.weight)
-            parts = tuple((solved[:, i] / scale).to(dtype).reshape(g.shape) for i, g in enumerate(gradients))
-            return Direction(parts, scale, gradients)
+            solved = solved / scale
+            parts = tuple(Whole(solved[:, i].to(dtype).reshape(g.shape)) for i, g in enumerate(gradients))
+            given, length = torch.linalg.vector_norm(stacked), torch.linalg.vector_norm(solved)
+            along = (solved * stacked.squeeze(-1)).sum()
+            return Direction(parts, scale, solved.numel(), given, length, along)
 
     def multiply(self, change: tuple[Tensor, ...], group: Group) -> tuple[Tensor, ...]:
         """(F_u + l I) times a change of every unit."""
