@@ -31,7 +31,7 @@ def solved(J: torch.Tensor, G: LowRank, A: LowRank | Diagonal, m: Multipliers, b
     wide = J.double()
     torch.testing.assert_close(solution.given, torch.linalg.vector_norm(wide), rtol=close, atol=0)
     torch.testing.assert_close(solution.scale * solution.square.sqrt(), torch.linalg.vector_norm(S), rtol=close, atol=0)
-    inner = solution.scale * solution.size * solution.inner
+    inner = solution.scale * solution.size * solution.inner()
     torch.testing.assert_close(inner, (S * wide).sum(), rtol=close, atol=0)
     spent = solver.solve(weight.clone(), vector, spend=True)  # what happens to the copy is the solver's business
     torch.testing.assert_close(spent.dense(weight, vector), S, rtol=close, atol=close * float(S.abs().max()))

@@ -10,6 +10,7 @@ units of its own peak, and the true size of S is one float64 number beside it, s
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +28,8 @@ from rkfac.linalg.shapes import Float
 # differences of terms as large as the largest multiplier times J.
 TOLERATED = 5e-4
 ROUNDINGS = 4  # of size eps ||J|| that one short solve is good for
-MEASURED = 1e-2  # share of ||J||^2 below which ||S||^2 (in units) is too much of a difference to be had from the blocks
+MEASURED = 1e-3  # share of ||J||^2 below which ||S||^2 (in units) is too much of a difference to be had from the blocks
+OVERHEAD = 1e7  # flops that the operations of a thin solve beyond an explicit one are worth on a CPU
 SAFE = (1e-15, 1e15)  # lengths whose square float32 can hold
 
 Terms = Sequence[tuple[Tensor, float]]  # what a vector is the sum of, with their coefficients
@@ -66,6 +68,8 @@ class Multipliers:
     input: Float[Tensor, "*batch ra"]
     rest: Float[Tensor, "*batch"]
     scale: Float[Tensor, ""]
+    # Where the blocks are products of one number a side: reciprocals of G's kept and discarded, A's kept and discarded.
+    sides: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
 
     def spread(self) -> float:
         """Largest multiplier over the smallest that acts on kept modes of the same group."""
@@ -76,7 +80,8 @@ def factored(G: LowRank, A: LowRank | Diagonal, damping_G: float | Tensor, dampi
     """(G + l_G I)^-1 J (A + l_A I)^-1: the paper's rule (Algorithms 1 and 4)."""
     g, g_rest = _reciprocals(G, damping_G)
     a, a_rest = _reciprocals(A, damping_A)
-    return _normalised(g[..., :, None] * a[..., None, :], g * a_rest[..., None], a * g_rest[..., None], g_rest * a_rest)
+    blocks = g[..., :, None] * a[..., None, :], g * a_rest[..., None], a * g_rest[..., None], g_rest * a_rest
+    return replace(_normalised(*blocks), sides=(g, g_rest, a, a_rest))
 
 
 def product(G: LowRank, A: LowRank | Diagonal, damping: float | Tensor) -> Multipliers:
@@ -208,8 +213,8 @@ def _shares_memory(view: Tensor, tensor: Tensor) -> bool:
 class Solution:
     """S = scale * [weight's share | bias's share]; `scale` and all numbers are float64 and on the device.
 
-    `given` is ||[J | j]||; `square` is ||S||^2 and `inner` is <S, [J | j]>, both in units: the true ones are
-    `scale^2 * square` and `scale * size * inner`, `size` being the unit that J was measured in.
+    `given` is ||[J | j]||; `square` is ||S||^2 and `inner()` is <S, [J | j]>, both in units: the true ones are
+    `scale^2 * square` and `scale * size * inner()`, `size` being the unit that J was measured in.
     """
 
     weight: Part
@@ -218,7 +223,7 @@ class Solution:
     size: Tensor | float
     given: Tensor
     square: Tensor
-    inner: Tensor
+    inner: Callable[[], Tensor]
 
     def dense(self, J: Tensor, j: Tensor | None) -> Float[Tensor, "*batch dg da"]:
         """S in float64, for the J and j that were solved for (inspection and tests)."""
@@ -254,10 +259,16 @@ def preconditioner(A: LowRank | Diagonal, G: LowRank, multipliers: Multipliers) 
 def _(A: LowRank, G: LowRank, multipliers: Multipliers) -> Preconditioner:
     if A.U.dtype != G.U.dtype:  # one of them needed more digits
         A, G = (LowRank(low.U.double(), low.s, low.tail) for low in (A, G))
+    quick: _Short | _Explicit
+    if multipliers.sides is not None and _small(G, A):
+        quick = _Explicit(G, A, *multipliers.sides)
+    else:
+        quick = _Short(G, A, multipliers)
     if torch.finfo(G.U.dtype).eps * multipliers.spread() <= TOLERATED:
-        return _Short(G, A, multipliers)
+        return quick
     # Whether digits are lost depends on J; asking costs nothing where nobody waits for the answer.
-    return (_Watched if at_once(G.U) else _Exact)(G, A, multipliers)
+    precise = partial(_Exact, G, A, multipliers)
+    return _Watched(quick, precise) if at_once(G.U) else precise()
 
 
 @preconditioner.register
@@ -265,18 +276,40 @@ def _(A: Diagonal, G: LowRank, multipliers: Multipliers) -> Preconditioner:
     return _OneHot(G, multipliers)
 
 
+class _Energies:
+    """sum of (multiplier x energy of J) over the four blocks, from the energies of projections that overlap."""
+
+    def __init__(self, both: Tensor, output: Tensor, input: Tensor, rest: Tensor, G_full: bool, A_full: bool) -> None:
+        self.both, self.output, self.input, self.rest = both, output, input, rest
+        if not A_full:
+            self.both = self.both - output[..., :, None]
+        if not G_full:
+            self.both = self.both - input[..., None, :]
+        if not (A_full or G_full):
+            self.both = self.both + rest[..., None, None]
+            self.output, self.input = output - rest[..., None], input - rest[..., None]
+
+    def of(self, K: Tensor, P: Tensor | None, R: Tensor | None, norms: Tensor) -> Tensor:
+        """K = U_G^T J U_A, P = U_G^T J (None: A is full), R = J U_A (None: G is full), norms = ||J||^2 a group."""
+        total = (self.both * K.double().square()).sum()
+        if P is not None:
+            total = total + (self.output * torch.linalg.vector_norm(P, dim=-1).double().square()).sum()
+        if R is not None:
+            total = total + (self.input * torch.linalg.vector_norm(R, dim=-2).double().square()).sum()
+        return total if P is None or R is None else (total + (self.rest * norms).sum()).clamp_min(0)
+
+
 class _Short(Preconditioner):
     """Everything in the bases' own precision, S = rest * J + left @ right with inner dimension r_G + r_A at most."""
 
     def __init__(self, G: LowRank, A: LowRank, m: Multipliers) -> None:
         self.U_G, self.U_A, self.scale = G.U, A.U, m.scale
-        self.exact = m
+        self.m = m
         # Then what J is multiplied by is a number in its precision, whatever J is.
-        self.moderate = SAFE[0] < float(m.scale) < SAFE[1] if at_once(m.scale) else False
+        self.moderate = _moderate(m.scale)
+        self.dtype = G.U.dtype
         self.G_full, self.A_full = G.full, A.full
-        # Squares of what a block is multiplied by, for lengths.
-        self.both_square, self.output_square = m.both.square(), m.output.square()
-        self.input_square, self.rest_square = m.input.square(), m.rest.square()
+        self.squares = _Energies(m.both.square(), m.output.square(), m.input.square(), m.rest.square(), G.full, A.full)
         both, output, input, rest = (t.to(G.U) for t in (m.both, m.output, m.input, m.rest))
         self.both, self.rest = both, rest
         # What the thin factors are made of: multipliers of what the multiple of J has not done yet.
@@ -300,7 +333,7 @@ class _Short(Preconditioner):
         if j is not None:
             P = _joined(P, (U_G.mT @ j[..., None])[..., 0])
         K = P @ U_A  # r_G x r_A
-        R = None
+        R: Tensor | None = None
         if not self.G_full:
             R = J @ U_A[..., :width, :]  # d_G x r_A
             if j is not None:
@@ -312,11 +345,16 @@ class _Short(Preconditioner):
             bias = bias if R is None or self.A_full else self.rest[..., None] * j + bias
         rest = None if R is None or self.A_full else self.rest
         part = Corrected(matrix, rest, unit, left, right[..., :width])
-        square, inner = self._lengths(norms, P, K, R)
+        energies = (K, None if self.A_full else P, R, norms)
+        square = self.squares.of(*energies)
         if rest is not None and not self._certain(square, norms):
             square = self._formed(J, part, bias, spend)
         given = norms.sum().sqrt() * size
-        return Solution(part, bias, self.scale * size, size, given, square, inner)
+        return Solution(part, bias, self.scale * size, size, given, square, partial(self._inner, *energies))
+
+    def _inner(self, K: Tensor, P: Tensor | None, R: Tensor | None, norms: Tensor) -> Tensor:
+        m = self.m
+        return _Energies(m.both, m.output, m.input, m.rest, self.G_full, self.A_full).of(K, P, R, norms)
 
     def _thin(self, P: Tensor, K: Tensor, R: Tensor | None) -> tuple[Tensor, Tensor]:
         """left and right, the latter with the bias's column."""
@@ -329,25 +367,6 @@ class _Short(Preconditioner):
             return R * self.on_input + U_G @ (K * self.corner), U_A.mT
         top = self.on_output * P + (K * self.corner) @ U_A.mT
         return torch.cat([U_G, R * self.on_input], dim=-1), torch.cat([top, U_A.mT], dim=-2)
-
-    def _lengths(self, norms: Tensor, P: Tensor, K: Tensor, R: Tensor | None) -> tuple[Tensor, Tensor]:
-        """||S||^2 and <S, J> in units, from the energy of J in each block; `norms` are ||J||^2, a number a group."""
-        m = self.exact
-        both = K.double().square()
-        square, inner = (self.both_square * both).sum(), (m.both * both).sum()
-        kept_G, kept_A = both.sum(-1), both.sum(-2)
-        if not self.A_full:
-            energy = torch.linalg.vector_norm(P, dim=-1).double().square()
-            beside = (energy - kept_G).clamp_min(0)
-            square, inner = square + (self.output_square * beside).sum(), inner + (m.output * beside).sum()
-        if R is not None:
-            below = torch.linalg.vector_norm(R, dim=-2).double().square()
-            beside = (below - kept_A).clamp_min(0)
-            square, inner = square + (self.input_square * beside).sum(), inner + (m.input * beside).sum()
-            if not self.A_full:
-                left = (norms - energy.sum(-1) - below.sum(-1) + kept_A.sum(-1)).clamp_min(0)
-                square, inner = square + (self.rest_square * left).sum(), inner + (m.rest * left).sum()
-        return square, inner
 
     def _certain(self, square: Tensor, norms: Tensor) -> bool:
         """Whether ||S||^2 is not a small difference of large numbers; NaN is certain enough."""
@@ -364,19 +383,65 @@ class _Short(Preconditioner):
         return square if bias is None else square + torch.linalg.vector_norm(bias).double().square()
 
 
-class _Watched(Preconditioner):
-    """The short formula, and the exact one for a J so deep in the kept modes that S is hardly larger than its rounding."""
+class _Explicit(Preconditioner):
+    """Small factors: S = G^-1 J A^-1 with both damped inverses as matrices, for there operations cost more than flops."""
 
-    def __init__(self, G: LowRank, A: LowRank, m: Multipliers) -> None:
-        self.short = _Short(G, A, m)
-        self.precise = partial(_Exact, G, A, m)
-        self.exact: _Exact | None = None
+    def __init__(self, G: LowRank, A: LowRank, g: Tensor, g_rest: Tensor, a: Tensor, a_rest: Tensor) -> None:
+        self.dtype = G.U.dtype
+        self.G, scale_G = _inverse(G, g, g_rest)
+        self.A, scale_A = _inverse(A, a, a_rest)
+        self.scale = scale_G * scale_A
+        self.moderate = _moderate(self.scale)
 
     def solve(
         self, J: Tensor, j: Tensor | None, matrix: Callable[[Tensor], Tensor] = same, spend: bool = False
     ) -> Solution:
-        solution = self.short.solve(J, j, matrix)
-        rounding = ROUNDINGS * torch.finfo(self.short.U_G.dtype).eps * solution.given
+        J, j, norms, _, size = _measured(J, j, self.dtype, self.moderate)
+        given = _joined(J, j)
+        S = self.G @ given @ self.A
+        square = torch.linalg.vector_norm(S).double().square()
+        part, bias = Whole(S if j is None else S[..., :-1], matrix), None if j is None else S[..., -1]
+        inner = partial(_inner, S, given)
+        return Solution(part, bias, self.scale * size, size, norms.sum().sqrt() * size, square, inner)
+
+
+def _small(G: LowRank, A: LowRank) -> bool:
+    """Whether two products with d x d matrices cost no more than thin ones and all the operations around those."""
+    groups, d_G, d_A = math.prod(G.U.shape[:-2]), G.dim, A.dim
+    thin = 0 if G.full and A.full else 4 * (G.rank + A.rank)
+    return groups * d_G * d_A * (2 * (d_G + d_A) - thin) <= OVERHEAD
+
+
+def _inverse(low: LowRank, kept: Tensor, rest: Tensor) -> tuple[Tensor, Tensor]:
+    """U diag(kept) U^T + rest (I - U U^T) in units of its largest eigenvalue, in the basis's precision; and that unit."""
+    unit, U = torch.maximum(kept.amax(), rest.amax()), _orthonormal(low.U)
+    kept, rest = kept / unit, (rest / unit)[..., None, None]
+    inverse = (U * (kept[..., None, :] - rest)) @ U.mT
+    inverse.diagonal(dim1=-2, dim2=-1).add_(rest[..., 0])
+    return inverse.to(low.U.dtype), unit
+
+
+def _moderate(scale: Tensor) -> bool:
+    """Whether a multiple of this size is a number in float32, whatever else it is multiplied by."""
+    return at_once(scale) and SAFE[0] < float(scale) < SAFE[1]
+
+
+def _inner(S: Tensor, given: Tensor) -> Tensor:
+    return (S * given).sum().double()
+
+
+class _Watched(Preconditioner):
+    """The quick formula, and the exact one for a J so deep in the kept modes that S is hardly larger than its rounding."""
+
+    def __init__(self, quick: _Short | _Explicit, precise: Callable[[], Preconditioner]) -> None:
+        self.quick, self.precise = quick, precise
+        self.exact: Preconditioner | None = None
+
+    def solve(
+        self, J: Tensor, j: Tensor | None, matrix: Callable[[Tensor], Tensor] = same, spend: bool = False
+    ) -> Solution:
+        solution = self.quick.solve(J, j, matrix)
+        rounding = ROUNDINGS * torch.finfo(self.quick.dtype).eps * solution.given
         if rounding <= TOLERATED * solution.square.sqrt() * solution.size:
             return solution
         self.exact = self.exact or self.precise()
@@ -491,7 +556,7 @@ def _whole(
     unit = torch.where(largest > 0, largest, 1.0)
     length = torch.linalg.vector_norm(given).double() * size
     S = S / unit
-    square, inner = torch.linalg.vector_norm(S).double().square(), (S * given).sum().double()
+    square, inner = torch.linalg.vector_norm(S).double().square(), partial(_inner, S, given)
     S = S.to(dtype)
     part = Whole(S[..., :-1] if bias else S, matrix)
     return Solution(part, S[..., -1] if bias else None, scale * unit, size, length, square, inner)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,7 +25,7 @@ class Direction:
     size: int  # number of entries
     given: Tensor  # length of the vectors, in float64
     length: Tensor  # ||S|| in units of the scale, in float64
-    along: Tensor  # <S, vectors> in units of the scale, in float64
+    along: Callable[[], Tensor]  # <S, vectors> in units of the scale, in float64; asked for by the KL clip alone
 
     @property
     def norm(self) -> Tensor:
@@ -35,7 +35,7 @@ class Direction:
     @property
     def inner(self) -> Tensor:
         """<S, J>, in float64."""
-        return self.along * self.scale
+        return self.along() * self.scale
 
     def norm_of(self, indices: Sequence[int], vectors: Sequence[Tensor]) -> Tensor:
         """||S|| of some parts alone, which are formed for it."""
@@ -45,8 +45,9 @@ class Direction:
     def masked(self, keep: Tensor) -> Direction:
         """The same where `keep` (one truth value on the device) holds, zero elsewhere; without a synchronisation."""
         nothing = torch.zeros_like(self.scale)
-        numbers = {name: torch.where(keep, getattr(self, name), nothing) for name in ("scale", "length", "along")}
-        return replace(self, parts=tuple(part.masked(keep) for part in self.parts), **numbers)
+        scale, length = torch.where(keep, self.scale, nothing), torch.where(keep, self.length, nothing)
+        parts = tuple(part.masked(keep) for part in self.parts)
+        return replace(self, parts=parts, scale=scale, length=length, along=lambda: torch.where(keep, self.along(), nothing))
 
     def add_to(
         self, index: int, target: Tensor, factor: Tensor | float = 1.0, terms: Terms = (), keep: float = 1.0

@@ -100,7 +100,7 @@ class KroneckerBlock(Block):
                 sum(g.numel() for g in gradients),
                 solution.given,
                 solution.square.sqrt(),
-                solution.inner * solution.size,
+                lambda: solution.inner() * solution.size,
             )
 
     def multiply(self, change: tuple[Tensor, ...], group: Group) -> tuple[Tensor, ...]:

@@ -85,8 +85,9 @@ class UnitBlock(Block):
             solved = solved / scale
             parts = tuple(Whole(solved[:, i].to(dtype).reshape(g.shape)) for i, g in enumerate(gradients))
             given, length = torch.linalg.vector_norm(stacked), torch.linalg.vector_norm(solved)
-            along = (solved * stacked.squeeze(-1)).sum()
-            return Direction(parts, scale, solved.numel(), given, length, along)
+            return Direction(
+                parts, scale, solved.numel(), given, length, lambda: (solved * stacked.squeeze(-1)).sum()
+            )
 
     def multiply(self, change: tuple[Tensor, ...], group: Group) -> tuple[Tensor, ...]:
         """(F_u + l I) times a change of every unit."""
