@@ -276,7 +276,7 @@ def _(A: Diagonal, G: LowRank, multipliers: Multipliers) -> Preconditioner:
     return _OneHot(G, multipliers)
 
 
-class _Energies:
+class Energies:
     """sum of (multiplier x energy of J) over the four blocks, from the energies of projections that overlap."""
 
     def __init__(self, both: Tensor, output: Tensor, input: Tensor, rest: Tensor, G_full: bool, A_full: bool) -> None:
@@ -309,7 +309,7 @@ class _Short(Preconditioner):
         self.moderate = _moderate(m.scale)
         self.dtype = G.U.dtype
         self.G_full, self.A_full = G.full, A.full
-        self.squares = _Energies(m.both.square(), m.output.square(), m.input.square(), m.rest.square(), G.full, A.full)
+        self.squares = Energies(m.both.square(), m.output.square(), m.input.square(), m.rest.square(), G.full, A.full)
         both, output, input, rest = (t.to(G.U) for t in (m.both, m.output, m.input, m.rest))
         self.both, self.rest = both, rest
         # What the thin factors are made of: multipliers of what the multiple of J has not done yet.
@@ -354,7 +354,7 @@ class _Short(Preconditioner):
 
     def _inner(self, K: Tensor, P: Tensor | None, R: Tensor | None, norms: Tensor) -> Tensor:
         m = self.m
-        return _Energies(m.both, m.output, m.input, m.rest, self.G_full, self.A_full).of(K, P, R, norms)
+        return Energies(m.both, m.output, m.input, m.rest, self.G_full, self.A_full).of(K, P, R, norms)
 
     def _thin(self, P: Tensor, K: Tensor, R: Tensor | None) -> tuple[Tensor, Tensor]:
         """left and right, the latter with the bias's column."""

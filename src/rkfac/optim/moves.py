@@ -163,7 +163,7 @@ def _scaled(
     if not grafts:
         return 1.0, direction.norm
     squares = [course.square for course in courses if course.square is not None]
-    length = torch.stack(squares).sum().sqrt() if squares else direction.given
+    length = torch.stack(squares).sum().sqrt() if squares else direction.given()
     own = direction.norm
     if None in targets:  # a bias that no group holds is part of what is solved, not of the step
         moving = [index for index, target in enumerate(targets) if target is not None]

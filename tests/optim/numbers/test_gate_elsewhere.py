@@ -28,7 +28,7 @@ def _elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def direction_of(parts: tuple[Tensor, ...], number: Tensor) -> Direction:
-    return Direction(tuple(Whole(part) for part in parts), number, 15, number, number, lambda: number)
+    return Direction(tuple(Whole(part) for part in parts), number, 15, lambda: number, number, lambda: number)
 
 
 def test_the_pure_parts_run_where_no_value_can_be_read() -> None:

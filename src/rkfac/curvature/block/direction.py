@@ -23,7 +23,7 @@ class Direction:
     parts: tuple[Part, ...]
     scale: Tensor
     size: int  # number of entries
-    given: Tensor  # length of the vectors, in float64
+    given: Callable[[], Tensor]  # length of the vectors, in float64; asked for where a step shall have it
     length: Tensor  # ||S|| in units of the scale, in float64
     along: Callable[[], Tensor]  # <S, vectors> in units of the scale, in float64; asked for by the KL clip alone
 

@@ -98,9 +98,9 @@ class KroneckerBlock(Block):
                 parts,
                 solution.scale,
                 sum(g.numel() for g in gradients),
-                solution.given,
-                solution.square.sqrt(),
-                lambda: solution.inner() * solution.size,
+                given=lambda: solution.given,
+                length=solution.square.sqrt(),
+                along=lambda: solution.inner() * solution.size,
             )
 
     def multiply(self, change: tuple[Tensor, ...], group: Group) -> tuple[Tensor, ...]:

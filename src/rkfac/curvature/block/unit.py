@@ -84,9 +84,13 @@ class UnitBlock(Block):
             dtype = statistics_dtype(self.weight)
             solved = solved / scale
             parts = tuple(Whole(solved[:, i].to(dtype).reshape(g.shape)) for i, g in enumerate(gradients))
-            given, length = torch.linalg.vector_norm(stacked), torch.linalg.vector_norm(solved)
             return Direction(
-                parts, scale, solved.numel(), given, length, lambda: (solved * stacked.squeeze(-1)).sum()
+                parts,
+                scale,
+                solved.numel(),
+                given=lambda: torch.linalg.vector_norm(stacked),
+                length=torch.linalg.vector_norm(solved),
+                along=lambda: (solved * stacked.squeeze(-1)).sum(),
             )
 
     def multiply(self, change: tuple[Tensor, ...], group: Group) -> tuple[Tensor, ...]:
