@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from rkfac_lab.bench.contestants import Contestant
+from rkfac_lab.bench.holdings import layers
 from rkfac_lab.bench.problems import Problem
 from rkfac_lab.bench.streams import Batch
 
@@ -64,5 +65,5 @@ class Entrant:
 
     def _spent(self) -> dict[str, float]:
         """Seconds of each phase so far, as the blocks of curvature count them."""
-        report = getattr(self.optimizer, "report", list)()
+        report = layers(self.optimizer)
         return {phase: sum(layer.seconds.get(own, 0.0) for layer in report) for phase, own in BLOCK_PHASES.items()}

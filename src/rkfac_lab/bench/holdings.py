@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import singledispatch
 from typing import Any
 
@@ -10,10 +10,18 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from rkfac import LayerReport
+
+
+def layers(optimizer: Optimizer) -> list[LayerReport]:
+    """What an optimizer tells of its layers: nothing, if it has no curvature."""
+    tell: Callable[[], list[LayerReport]] = getattr(optimizer, "report", list)
+    return tell()
+
 
 def held(optimizer: Optimizer) -> dict[str, int]:
     """Bytes by kind: buffers of the rule (momentum, moments, a peer's matrices), factors, decompositions."""
-    report = getattr(optimizer, "report", list)()
+    report = layers(optimizer)
     return {
         "buffers": nbytes(tensors(dict(optimizer.state))),
         "factors": sum(layer.bytes.get("factors", 0) for layer in report),

@@ -152,7 +152,9 @@ def profiles(results: Sequence[Result]) -> Iterator[Table]:
             parts = shares(r.phases)
             cells = [f"{digits(r.phases[phase])} ({parts[phase]:.1%})" for phase in PHASES]
             shown.add_row(r.optimizer, *cells, digits(sum(r.phases.values())))
-        shown.caption = "statistics gathered inside of the backward pass count as statistics; update: the rest of step()"
+        shown.caption = (
+            "statistics gathered inside of the backward pass count as statistics; update: the rest of step()"
+        )
         yield shown
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -46,13 +47,13 @@ def digits(value: float) -> str:
 
 def interleaved(contestants: Mapping[str, Callable[[], Any]], rounds: int, settle: float = 0.25) -> dict[str, Spread]:
     """Seconds of each contestant over `rounds` rounds."""
+    return in_turns({name: partial(_seconds, run) for name, run in contestants.items()}, rounds, settle)
 
-    def timed(run: Callable[[], Any]) -> float:
-        begin = time.perf_counter()
-        run()
-        return time.perf_counter() - begin
 
-    return in_turns({name: lambda run=run: timed(run) for name, run in contestants.items()}, rounds, settle)
+def _seconds(run: Callable[[], Any]) -> float:
+    begin = time.perf_counter()
+    run()
+    return time.perf_counter() - begin
 
 
 def in_turns(contestants: Mapping[str, Callable[[], float]], rounds: int, settle: float = 0.25) -> dict[str, Spread]:
