@@ -23,6 +23,7 @@ Optimizers = Annotated[
 ]
 Rounds = Annotated[int, typer.Option(min=1, help="Interleaved rounds; the median counts.")]
 Out = Annotated[Path, typer.Option(help="Where the JSON goes.")]
+FILE_WIDTH = 160
 TARGETS = "mlp,vgg16bn,transformer"
 
 
@@ -127,7 +128,7 @@ def memory(
 
 def _wide_console() -> Console:
     """A table must survive being written to a file, where no terminal says how wide it is."""
-    return Console() if Console().is_terminal else Console(width=160)
+    return Console() if Console().is_terminal else Console(width=FILE_WIDTH)
 
 
 def _finish(console: Console, tables: Iterable[Table], content: dict[str, Any], path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import rkfac
 from rkfac_lab.bench import streams
 from rkfac_lab.bench.outcome import MEDIANS, outcome
 from rkfac_lab.bench.timing import Spread, in_turns
+from rkfac_lab.errors import LabError
 
 PLAIN = "unfold + matmul"
 LAYERS = ("64@32", "128@16", "256@8", "512@4", "linear4096")
@@ -45,15 +47,18 @@ class Call:
 def call(name: str, batch: int) -> Call:
     """A 3x3 convolution, `channels@side` as in VGG16, or a `linear` layer with its width."""
     torch.manual_seed(0)
-    channels, _, side = name.partition("@")
+    form = re.fullmatch(r"(?P<channels>[1-9]\d{0,4})@(?P<side>[1-9]\d{0,3})|linear(?P<width>[1-9]\d{0,5})", name)
+    if form is None:
+        raise LabError(f"{name!r} is no layer such as 64@32 (channels@side) or linear4096.")
     layer: nn.Module
-    if side:
-        layer = nn.Conv2d(int(channels), int(channels), 3, padding=1)
-        ((x, _),) = streams.pictures(batch, int(channels), int(side), pool=1)
-    else:
-        width = int(name.removeprefix("linear"))
+    if form["width"]:
+        width = int(form["width"])
         layer = nn.Linear(width, width)
         ((x, _),) = streams.signals(batch, width, 10, pool=1)
+    else:
+        channels = int(form["channels"])
+        layer = nn.Conv2d(channels, channels, 3, padding=1)
+        ((x, _),) = streams.pictures(batch, channels, int(form["side"]), pool=1)
     x = F.relu(x)  # as after an activation
     return Call(layer, x, torch.randn_like(layer(x)).div_(batch).detach())
 

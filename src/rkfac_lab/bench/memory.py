@@ -47,12 +47,14 @@ def run(
     for name, problem in zip(problems, named(problems), strict=True):
         for optimizer in chosen(problem, wanted):
             progress(f"{problem.name}: {optimizer}")
-            results.append(_in_a_process_of_its_own(name, optimizer))
+            results.append(in_a_process_of_its_own(name, optimizer))
     return results
 
 
-def _in_a_process_of_its_own(problem: str, optimizer: str) -> Result:
-    command = [sys.executable, "-m", __name__, problem, optimizer, str(torch.get_num_threads())]
+def in_a_process_of_its_own(problem: str, optimizer: str) -> Result:
+    """The result of a process that measures nothing else."""
+    # -P: a file lying in the working directory must not take a package's place.
+    command = [sys.executable, "-P", "-m", __name__, problem, optimizer, str(torch.get_num_threads())]
     child = subprocess.run(command, capture_output=True, text=True, check=False)
     if child.returncode:
         last = (child.stderr.strip().splitlines() or [f"exit code {child.returncode}"])[-1]
