@@ -249,7 +249,7 @@ def scaling(rows: Sequence[Measurement], slopes: Mapping[str, Mapping[str, float
         _plain_ticks(axes.yaxis, np.array([getattr(row, part).median for row in rows]))
         axes.set_xlabel("width of the layer")
         axes.set_ylabel(f"seconds of one {part}")
-        axes.legend(frameon=False, fontsize=9, loc="upper left")
+        axes.legend(frameon=False, fontsize=9, loc="best")
     figure.suptitle(plotted(title), fontsize=12, color=INK)
     return figure
 
