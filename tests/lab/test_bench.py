@@ -156,6 +156,7 @@ def test_every_kind_of_step_is_the_kind_it_says(monkeypatch: pytest.MonkeyPatch)
     assert kinds == [*warm_up, plain, plain, collects, refreshes]
     assert sgd.ratio.median == pytest.approx(1.0)
     assert kfac.every == {"statistics": 10, "refresh": 50}
+    assert kfac.ranks["1"] == (37, 10)
     medians = {kind: spread.median for kind, spread in kfac.seconds.items()}
     assert kfac.amortised.median == pytest.approx(step.amortised(medians, 10, 50))
 
@@ -237,7 +238,7 @@ def test_bytes_are_counted_by_kind_and_a_checkpoint_is_as_large_as_its_file(tmp_
     assert math.isclose(holdings.checkpoint_size(kfac), (tmp_path / "state.pt").stat().st_size, rel_tol=0.02)
 
 
-def test_a_measured_process_has_a_peak_and_nothing_unexplained_but_small_change(
+def test_a_measured_process_has_a_peak_and_bytes_by_kind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(problems.PROBLEMS, "tiny", tiny())
@@ -341,7 +342,7 @@ def test_tables_fit_into_a_file() -> None:
     name, spread = "RS-KFAC (default, AdamW's length)", Spread(0.01234, 0.01, 0.02)
     result = step.Result(
         "p", "s", name, {"statistics": 10, "refresh": 50}, dict.fromkeys(step.KINDS, spread), spread, spread / 0.0005,
-        dict.fromkeys(PHASES, 0.0123), {"factors": 10**9}, 10**9,
+        dict.fromkeys(PHASES, 0.0123), {"factors": 10**9}, 10**9, {},
     )  # fmt: skip
     console = Console(width=cli_bench.FILE_WIDTH)
     with console.capture() as capture:

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from rkfac_lab.bench.contestants import Contestant
 from rkfac_lab.bench.entrant import PHASES, Entrant
-from rkfac_lab.bench.holdings import checkpoint_size, held
+from rkfac_lab.bench.holdings import checkpoint_size, held, layers
 from rkfac_lab.bench.outcome import MEDIANS, megabytes, outcome
 from rkfac_lab.bench.problems import Problem
 from rkfac_lab.bench.timing import Spread, digits
@@ -38,6 +38,7 @@ class Result:
     phases: dict[str, float]
     held: dict[str, int]
     checkpoint: int
+    ranks: dict[str, tuple[int | None, int | None]]  # of inputs and output gradients by layer, which explain the rest
 
 
 def amortised(seconds: Mapping[str, float], factor_every: int, inverse_every: int) -> float:
@@ -110,6 +111,7 @@ def _result(problem: Problem, entrant: Entrant, unit: float) -> Result:
         phases=phases,
         held=held(entrant.optimizer),
         checkpoint=checkpoint_size(entrant.optimizer),
+        ranks={layer.name: (layer.rank_input, layer.rank_output) for layer in layers(entrant.optimizer)},
     )
 
 

@@ -11,9 +11,10 @@ from torch import Tensor
 
 Batch = tuple[Tensor, Tensor]
 POOL = 16
+DECAY = 1.3  # the n-th eigenvalue of CIFAR-10's pixels is about n^-1.3 of the first
 DESCRIPTIONS = {
-    "pictures": "noise whose power falls as in natural images (1/f^2), labels by the argmax of a fixed random linear map",
-    "signals": "noise whose power falls as 1/f along each row, labels by the argmax of a fixed random linear map",
+    "pictures": "noise whose power falls as in CIFAR-10's images (1/f^2.6), labels by the argmax of a fixed random linear map",
+    "signals": "noise whose power falls as 1/f^1.3 along each row, labels by the argmax of a fixed random linear map",
     "sentences": "a Markov chain of order 1 over Zipf-distributed tokens with skewed transitions; the next token is wanted",
 }
 
@@ -45,12 +46,12 @@ def sentences(batch: int, length: int, vocabulary: int, pool: int = POOL) -> lis
 
 
 def _coloured(white: Tensor, dimensions: int) -> Tensor:
-    """Noise whose sorted eigenvalues fall like 1/n: power f^-dimensions along the last `dimensions`."""
+    """Noise whose n-th eigenvalue falls like n^-DECAY: there are about f^dimensions frequencies below f."""
     axes = tuple(range(-dimensions, 0))
     frequencies = [torch.fft.fftfreq(white.shape[axis]) for axis in axes[:-1]]
     grid = torch.meshgrid(*frequencies, torch.fft.rfftfreq(white.shape[-1]), indexing="ij")
     square = torch.stack([f.square() for f in grid]).sum(0)
-    amplitude = torch.where(square > 0, square.clamp_min(1e-12).pow(-dimensions / 4), 0.0)  # no row has a mean
+    amplitude = torch.where(square > 0, square.clamp_min(1e-12).pow(-DECAY * dimensions / 4), 0.0)  # no row has a mean
     spectrum = torch.fft.rfftn(white, dim=axes) * amplitude
     coloured = torch.fft.irfftn(spectrum, s=white.shape[-dimensions:], dim=axes)
     return coloured / coloured.flatten(1).std(1).view(-1, *[1] * (white.ndim - 1))
