@@ -283,7 +283,7 @@ def test_the_scaling_command_measures_and_does_not_extrapolate(tmp_path: Path) -
     assert "exponent" in said
     content = written(out, "scaling")
     assert {r["width"] for r in content["results"] if r["method"] == scaling.EXACT} == {16}
-    assert content["exponents"][scaling.EXACT] == {"refresh": None, "application": None}
+    assert content["exponents"][scaling.EXACT] == dict.fromkeys(scaling.PARTS)
     assert content["exponents"]["RS-KFAC (paper)"]["refresh"] is not None
     assert out.with_suffix(".png").stat().st_size > 1000
     assert out.with_suffix(".svg").exists()

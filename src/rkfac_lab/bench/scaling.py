@@ -25,7 +25,7 @@ from rkfac_lab.bench.timing import Spread
 WIDTHS = (1024, 2048, 4096, 8192)
 EXACT = "K-FAC (paper)"
 METHODS = (EXACT, "RS-KFAC (paper)", "SRE-KFAC (paper)")
-PARTS = ("refresh", "application")
+PARTS = ("refresh", "application", "both")
 BATCH = 256
 
 
@@ -37,6 +37,11 @@ class Measurement:
     method: str
     refresh: Spread
     application: Spread
+
+    @property
+    def both(self) -> Spread:
+        """One of each."""
+        return Spread.through(lambda part: sum(part.values()), {"r": self.refresh, "a": self.application})
 
 
 def problem(width: int, rank: int) -> Problem:
@@ -81,7 +86,7 @@ def exponent(widths: Sequence[float], seconds: Sequence[float]) -> float | None:
 
 
 def exponents(rows: Sequence[Measurement]) -> dict[str, dict[str, float | None]]:
-    """By method, of the refresh and of the application."""
+    """By method, of the refresh, of the application and of both together."""
     found: dict[str, dict[str, float | None]] = {}
     for method in dict.fromkeys(row.method for row in rows):
         mine = [row for row in rows if row.method == method]
