@@ -1,8 +1,8 @@
 """`rkfac bench scaling`: seconds of refresh and application against the width of one square Linear layer.
 
-Application is all that optimizer.step() does on a plain step. The exponents are slopes of a line through the measured points, logarithm against logarithm; what was not measured is
-not extrapolated. Averages have seen more rows than the layer is wide before anything is timed: LAPACK is faster on
-matrices of low rank.
+Application is all that optimizer.step() does on a plain step. The exponents are slopes of a line through the measured
+points, logarithm against logarithm; what was not measured is not extrapolated. Averages have seen more rows than the
+layer is wide before anything is timed: LAPACK is faster on matrices of low rank.
 """
 
 from __future__ import annotations
