@@ -6,17 +6,18 @@ import json
 import tempfile
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from rkfac_lab import disk
+from rkfac_lab.cli_bench import bench
 from rkfac_lab.errors import CrashError, LabError
 from rkfac_lab.harmless import visible
+from rkfac_lab.options import names
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
-bench = typer.Typer(no_args_is_help=True, help="Benchmarks, printed as ratios measured in one run.")
 app.add_typer(bench, name="bench")
 data = typer.Typer(no_args_is_help=True, help="Datasets: which are here, and fetch one.")
 app.add_typer(data, name="data")
@@ -88,28 +89,6 @@ def data_list(
         typer.echo(line)
 
 
-@bench.command("decompose")
-def bench_decompose(
-    dimensions: Annotated[str, typer.Option(help="Sizes of the factor, comma-separated.")] = "513,1153,2305,4609,8193",
-    rank: Annotated[int, typer.Option(min=1)] = 220,
-    oversampling: Annotated[int, typer.Option(min=0)] = 10,
-    rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds; the median counts.")] = 3,
-    out: Annotated[Path, typer.Option(help="Where the JSON goes.")] = Path("runs/bench-decompose.json"),
-) -> None:
-    """Seconds and error of every way to decompose one Kronecker factor."""
-    from rkfac_lab.bench import decompose
-
-    console = _wide_console()
-    words = _names(dimensions)
-    if not words or not all(word.isdecimal() and 0 < len(word) < 7 and int(word) for word in words):
-        raise LabError(f"--dimensions {dimensions!r} is not a list of sizes such as 513,1153.")
-    sizes = [int(word) for word in words]
-    with console.status("decomposing") as status:
-        rows = decompose.run(sizes, rank, oversampling, rounds, status.update)
-    console.print(decompose.table(rows))
-    _write_json(decompose.as_json(rows), out, console)
-
-
 @app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Run folders, or folders of run folders.")],
@@ -163,7 +142,7 @@ def compare(
     from rkfac_lab.comparison import Comparison
 
     common = {"epochs": epochs, "time_budget": time_budget, "data_dir": data_dir}
-    comparison = Comparison(workload, _names(optimizers), seeds, tuple(settings or ()), common)
+    comparison = Comparison(workload, names(optimizers), seeds, tuple(settings or ()), common)
     search = tuning.in_passing(comparison, tuning.rates(grid), tune_epochs) if tune or grid else None
     if search and tuned:
         raise LabError("--tune chooses now what --tuned has chosen before; leave one of the two away.")
@@ -225,7 +204,7 @@ def tune(
     from rkfac_lab.comparison import Comparison
 
     common = {"epochs": epochs, "data_dir": data_dir, "threads": 1 if threads is None and jobs > 1 else threads}
-    comparison = Comparison(workload, _names(optimizers), 1, tuple(settings or ()), common)
+    comparison = Comparison(workload, names(optimizers), 1, tuple(settings or ()), common)
     rates = tuning.rates(grid)
     count = max(tuning.TRIALS, len(rates)) if trials is None else trials
     search = tuning.Search(count, rates, validation_share=validation_share)
@@ -259,54 +238,11 @@ def spectrum(
     config = spectra.paper_config(workload, steps_max, period, settings or (), seed=seed, data_dir=data_dir)
     folder = out or Path("runs") / f"spectrum-{slug(workload)}-{datetime.now():%Y%m%d-%H%M%S}"
     when = spectra.Recording(record_every, record_late_every, late_from)
-    recorder = spectra.run(config, folder / "run", when, _names(layers) or None)
+    recorder = spectra.run(config, folder / "run", when, names(layers) or None)
     console.print(spectra.to_rich(recorder))
     console.print("The figures and their numbers:")
     for path in spectra.write(recorder, config, folder):
         console.print(f"  {path}", soft_wrap=True, highlight=False, markup=False)
-
-
-def _names(text: str) -> tuple[str, ...]:
-    """The names in a comma-separated option."""
-    return tuple(name.strip() for name in text.split(",") if name.strip())
-
-
-@bench.command("step")
-def bench_step(
-    problems: Annotated[str, typer.Option(help="mlp, vgg16bn, vgg-small; comma-separated.")] = "mlp,vgg16bn",
-    optimizers: Annotated[
-        str, typer.Option(help="Substrings of contestants' names, comma-separated; all if empty.")
-    ] = "",
-    rounds: Annotated[int | None, typer.Option(min=1, help="Interleaved rounds; by problem if not given.")] = None,
-    out: Annotated[Path, typer.Option(help="Where the JSON goes.")] = Path("runs/bench-step.json"),
-) -> None:
-    """Seconds a step, amortised over statistics and inverses, as ratios to torch's SGD."""
-    from rkfac_lab.bench import step
-
-    console = _wide_console()
-    names = problems.split(",")
-    unknown = [name for name in names if name not in step.PROBLEMS]
-    if unknown:
-        raise LabError(f"no benchmark problem is called {unknown[0]!r}; there are {', '.join(step.PROBLEMS)}")
-    wanted = [part for part in optimizers.split(",") if part]
-    everyone = step.contestants()
-    chosen = {n: b for n, b in everyone.items() if n == "SGD" or not wanted or any(part in n for part in wanted)}
-    results = []
-    with console.status("stepping") as status:
-        for name in names:
-            results += step.run(step.PROBLEMS[name], chosen, rounds, status.update)
-    console.print(step.table(results))
-    _write_json(step.as_json(results), out, console)
-
-
-def _wide_console() -> Console:
-    """A table must survive being written to a file, where no terminal says how wide it is."""
-    return Console() if Console().is_terminal else Console(width=160)
-
-
-def _write_json(content: dict[str, Any], path: Path, console: Console) -> None:
-    disk.write_text(path, json.dumps(content, indent=2) + "\n")
-    console.print(f"written to {path}", soft_wrap=True)
 
 
 def main() -> None:

@@ -3,13 +3,14 @@
 Figure 2 (`curves`): the metric and the losses against steps and against training seconds; the line is the median
 over seeds, the band goes from the smallest to the largest seed. A K-FAC in another's place has an arrow from where
 that one was best to where it was as good, if every seed was. Figure 1 is `spectra`, and `modes_against_width`
-shows how many modes matter in layers of different width. `tuning` shows the trials of a search.
+shows how many modes matter in layers of different width. `tuning` shows the trials of a search, `scaling` seconds
+against the width of a layer.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,7 @@ from rkfac_lab.table_text import metric_name
 from rkfac_lab.tables import group_by_label, main_metric, targets_of, workload_of
 
 if TYPE_CHECKING:
+    from rkfac_lab.bench.scaling import Measurement
     from rkfac_lab.record import Run
     from rkfac_lab.search import Trial, Tuned
     from rkfac_lab.spectrum import FactorHistory
@@ -213,6 +215,42 @@ def tuning(tuned: Tuned) -> Figure:
     axes.set_ylabel(f"{_axis_name(tuned.metric)} after {epochs}")
     figure.suptitle(plotted(f"{tuned.workload}: learning rates"), fontsize=12, color=INK)
     _tuning_legend(figure, contenders)
+    return figure
+
+
+def scaling(rows: Sequence[Measurement], slopes: Mapping[str, Mapping[str, float | None]], title: str) -> Figure:
+    """Seconds of the refresh and of the application against the width of a layer, and the fitted powers of it."""
+    figure = _figure(11, 4.8)
+    grid = figure.subplots(1, 2)
+    widths = sorted({row.width for row in rows})
+    for axes, part in zip(grid, ("refresh", "application"), strict=True):
+        _frame(axes)
+        for position, (method, fitted) in enumerate(slopes.items()):
+            mine = [row for row in rows if row.method == method]
+            medians = np.array([getattr(row, part).median for row in mine])
+            errors = np.array([[getattr(row, part).low for row in mine], [getattr(row, part).high for row in mine]])
+            slope = fitted[part]
+            axes.errorbar(
+                [row.width for row in mine],
+                medians,
+                yerr=np.abs(errors - medians),
+                color=colour(position),
+                marker=MARKERS[position],
+                linestyle=DASHES[position % len(DASHES)],
+                linewidth=1.7,
+                capsize=3,
+                label=method if slope is None else f"{method}: width$^{{{slope:.2f}}}$",
+            )
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.xaxis.set_major_locator(FixedLocator(widths))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.xaxis.set_minor_locator(NullLocator())
+        _plain_ticks(axes.yaxis, np.array([getattr(row, part).median for row in rows]))
+        axes.set_xlabel("width of the layer")
+        axes.set_ylabel(f"seconds of one {part}")
+        axes.legend(frameon=False, fontsize=9, loc="best")
+    figure.suptitle(plotted(title), fontsize=12, color=INK)
     return figure
 
 

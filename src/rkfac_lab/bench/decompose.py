@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,8 @@ from torch import Tensor
 
 from rkfac import linalg
 from rkfac.linalg import LowRank
-from rkfac_lab.bench.timing import interleaved
+from rkfac_lab.bench.outcome import MEDIANS, outcome
+from rkfac_lab.bench.timing import Spread, interleaved
 
 DIMENSIONS = (513, 1153, 2305, 4609, 8193)
 CAPTURED = "share of the trace of the best rank-r truncation that was captured"
@@ -25,7 +25,7 @@ class Measurement:
 
     d: int
     method: str
-    seconds: float
+    seconds: Spread
     captured: float | None
     relative_error: float | None
 
@@ -129,28 +129,22 @@ def table(rows: Sequence[Measurement]) -> Table:
         shown.add_column(heading, no_wrap=True, justify="left" if heading == "method" else "right")
     for d in dict.fromkeys(row.d for row in rows):
         group = [row for row in rows if row.d == d]
-        reference = {row.method: row.seconds for row in group}
+        reference = {row.method: row.seconds.median for row in group}
         for row in group:
             shown.add_row(
                 str(d),
                 row.method,
-                f"{row.seconds:.4f}",
-                f"{reference['eigh'] / row.seconds:.1f}",
-                f"{reference['svd_lowrank niter=4'] / row.seconds:.1f}",
+                str(row.seconds),
+                f"{reference['eigh'] / row.seconds.median:.1f}",
+                f"{reference['svd_lowrank niter=4'] / row.seconds.median:.1f}",
                 "-" if row.captured is None else f"{100 * row.captured:.2f} %",
                 "-" if row.relative_error is None else f"{row.relative_error:.1e}",
             )
         shown.add_section()
-    shown.caption = f"q: power iterations; captured: {CAPTURED}; error: ||X - low|| / ||X||"
+    shown.caption = f"q: power iterations; captured: {CAPTURED}; error: ||X - low|| / ||X||; {MEDIANS}"
     return shown
 
 
 def as_json(rows: Sequence[Measurement]) -> dict[str, Any]:
     """The measurements with what is needed to read them later."""
-    return {
-        "benchmark": "decompose",
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "captured": CAPTURED,
-        "measurements": [dataclasses.asdict(row) for row in rows],
-    }
+    return outcome("decompose", rows, captured=CAPTURED)
