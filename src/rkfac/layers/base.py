@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +50,8 @@ class Adapter(ABC):
 
 class KroneckerAdapter(Adapter):
     """A layer whose weight gradient is a sum of outer products g a^T."""
+
+    rowwise: ClassVar[bool] = False  # whether rows are the layer's own input and output, (..., d) each
 
     @abstractmethod
     def input_rows(

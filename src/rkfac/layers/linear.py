@@ -14,6 +14,8 @@ from rkfac.layers.base import KroneckerAdapter, append_one, by_position, registe
 class LinearAdapter(KroneckerAdapter):
     """y = W x + b at every leading position."""
 
+    rowwise = True
+
     def input_rows(
         self, module: nn.Module, x: Tensor, bias: bool, sharing: str, drawn: Tensor | None = None
     ) -> Iterator[Tensor]:

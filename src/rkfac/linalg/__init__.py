@@ -5,6 +5,7 @@ from rkfac.linalg.exact import eigh
 from rkfac.linalg.host import at_once
 from rkfac.linalg.kronecker import (
     Diagonal,
+    Itself,
     Multipliers,
     Part,
     Preconditioner,
@@ -19,16 +20,19 @@ from rkfac.linalg.lowrank import LowRank
 from rkfac.linalg.online import correct, online_update
 from rkfac.linalg.orthonormal import orthonormal
 from rkfac.linalg.rank import adaptive, inverse_error, probe_error, sufficient_rank, trace_error
+from rkfac.linalg.rowwise import Rowwise
 from rkfac.linalg.scaling import peak
 from rkfac.linalg.sketch import nystrom, rsvd, srevd
 
 __all__ = [
     "DecompositionError",
     "Diagonal",
+    "Itself",
     "LowRank",
     "Multipliers",
     "Part",
     "Preconditioner",
+    "Rowwise",
     "Solution",
     "Terms",
     "Whole",

@@ -161,6 +161,25 @@ class Whole(Part):
 
 
 @dataclass(frozen=True, eq=False)
+class Itself(Part):
+    """What the terms add up to, `amount` times or, where it is refused, not at all."""
+
+    share: Tensor
+
+    def add_to(self, target: Tensor, amount: Tensor, terms: Terms, keep: float = 1.0) -> None:
+        """A pass for each term."""
+        if keep != 1.0:
+            target.mul_(keep)
+        number = (amount * self.share).to(target.dtype)
+        for term, coefficient in terms:
+            target.addcmul_(term.to(target.dtype), number * coefficient)
+
+    def masked(self, keep: Tensor) -> Itself:
+        """None of it, or the same."""
+        return Itself(torch.where(keep, self.share, torch.zeros_like(self.share)))
+
+
+@dataclass(frozen=True, eq=False)
 class Corrected(Part):
     """rest * unit * J + left @ right, J being the sum of `terms`; `matrix` views a tensor like the parameter as J is.
 

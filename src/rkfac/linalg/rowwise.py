@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rkfac.linalg.kronecker import Energies, Multipliers
+from rkfac.linalg.kronecker import TOLERATED, Energies, Multipliers
 from rkfac.linalg.lowrank import LowRank
 from rkfac.linalg.shapes import Float
 
@@ -48,6 +48,8 @@ class Rowwise:
         g, g_rest, a, a_rest = m.sides
         self.scale, self.dtype = m.scale, G.U.dtype
         self.G, self.A = _side(G, g, g_rest), _side(A, a, a_rest)
+        spread = max(float((t / t[t > 0].amin()).amax()) for t in (torch.cat([g, g_rest[None]]), torch.cat([a, a_rest[None]])))
+        self.precise = torch.finfo(self.dtype).eps * spread <= TOLERATED  # whether rows keep digits enough
         blocks = m.both, m.output, m.input, m.rest
         self._before = Energies(*(_reciprocal(t).square() for t in blocks), G.full, A.full)
         self._inner = Energies(*(_reciprocal(t) for t in blocks), G.full, A.full)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -14,6 +15,7 @@ from rkfac.curvature.block import Block, KroneckerBlock, Settings, UnitBlock
 from rkfac.curvature.capture import Capture, close_with
 from rkfac.curvature.fisher import Likelihood
 from rkfac.curvature.hooks import full_precision
+from rkfac.curvature.natural import NaturalHook
 from rkfac.curvature.sampled import SampledCapture
 from rkfac.layers import Adapter, KroneckerAdapter, UnitAdapter
 from rkfac.optim import memory
@@ -25,6 +27,7 @@ from rkfac.optim.compiled import run_eagerly, unwrapped
 from rkfac.optim.coverage import Choice, cover, owners_of, refuse_processes, refuse_sharded, warn_of_little
 from rkfac.optim.gate import Gate
 from rkfac.optim.moves import Rules, planned
+from rkfac.optim.pinning import pin
 from rkfac.optim.report import LayerReport, Spectra, covered_layer, described, listed, spectra, uncovered_layer
 from rkfac.optim.rules import GRAFTS, fallback_rule
 from rkfac.optim.scratch import Scratch
@@ -115,6 +118,10 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         found = cover(self._model, self._choice, self._make_block, self._all_parameters(), self._blocks.keys())
         for block in found.blocks.values():
             self._capture.attach(block)
+            if self._settings.backward:
+                # The first hook of all: what it returns is the output that the others see.
+                hook = NaturalHook(block)
+                self._capture.install(partial(block.module.register_forward_hook, hook, prepend=True))
         known = self._blocks | found.blocks
         # In the model's order, so that random numbers of a shared generator do not depend on when a layer joined.
         self._blocks = {name: known[name] for name, _ in self._model.named_modules() if name in known}
@@ -151,6 +158,8 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         if self._capture is not None:
             self._capture.drop()
             self._discard()
+            for block in self._blocks.values():
+                block.natural = False
             self._plan()  # schedulers may have changed the periods since the step
 
     def _discard(self) -> None:
@@ -184,6 +193,8 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             commit(self._blocks.values(), self._group, scaled if isinstance(scaled, Tensor) else None, self._gate)
             self._refresh()
             watch = self._watched()
+            if self._settings.backward:
+                pin(self._blocks.values(), self._group_of, self.state, GRAFTS[self._graft].grafts)
             self._update()
         if watch is not None and closure is not None:
             self._adapt(watch, loss, closure)

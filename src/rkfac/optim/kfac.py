@@ -36,6 +36,9 @@ class KFAC(CurvatureOptimizer):
       graft             length of each layer's step: "sgd" (what torch's SGD with these numbers would have: momentum before
                         the preconditioner, decay as in SGD), "adamw" (AdamW's, with its moments kept and its decay), None
                         (the preconditioner's own, as in the paper: momentum of the directions, decay apart from both)
+      apply             "step": `.grad` is preconditioned in step(); "backward": Linear layers with fewer rows in a batch than
+                        they are wide get natural gradients in the backward pass, so that their `.grad` (in units of the
+                        preconditioner's largest multiplier) holds these; not with "adamw" or "product"
       momentum*, nesterov*   as in torch's SGD; 0.9 and False if not given
       betas*, eps*      as in torch's AdamW, for graft or fallback "adamw"; (0.9, 0.999) and 1e-8 if not given
       weight_decay*     never preconditioned; as in torch's SGD (0 if not given) or AdamW (0.01); from step
@@ -80,6 +83,7 @@ class KFAC(CurvatureOptimizer):
         *,
         params: Iterable[Any] | None = None,
         graft: Literal["sgd", "adamw"] | None = "sgd",
+        apply: Literal["step", "backward"] = "step",
         momentum: float | None = None,
         nesterov: bool = False,
         betas: tuple[float, float] | None = None,
@@ -126,6 +130,16 @@ class KFAC(CurvatureOptimizer):
         check_choice("weight_sharing", weight_sharing, ("expand", "reduce"))
         check_choice("loss_average", loss_average, ("batch", "tokens", "sum"))
         check_choice("graft", graft, tuple(GRAFTS))
+        check_choice("apply", apply, ("step", "backward"))
+        if apply == "backward":
+            why = {
+                "graft='adamw', whose moments are those of plain gradients": graft == "adamw",
+                "damping_rule='product', which does not act on each side alone": damping_rule == "product",
+                "adaptive_damping, which compares with plain gradients": adaptive_damping is not None,
+            }
+            for what, asked in why.items():
+                if asked:
+                    raise ValueError(f"apply='backward' does not go with {what}: leave one of them away")
         check_choice("fallback", fallback, ("sgd", "adamw", None))
         check_choice("relative_to", relative_to, ("mean", "largest", None))
         check_flag("warm_start", warm_start)
@@ -157,6 +171,7 @@ class KFAC(CurvatureOptimizer):
             sampled=fisher == "mc",
             start=STARTS[factor_start],
             eager_start=eager_start,
+            backward=apply == "backward",
             max_failures=max_failures,
             randomness=randomness_from(generator, seed),
         )

@@ -30,6 +30,7 @@ def fingerprint(settings: Settings, likelihood: Likelihood | None, graft: str | 
         "factor_start": _words(settings.start),
         "fisher": "empirical" if likelihood is None else _words(likelihood),
         "graft": str(graft),
+        "apply": "backward" if settings.backward else "step",
         "fallback": fallback,
     }
 

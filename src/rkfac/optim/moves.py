@@ -46,6 +46,7 @@ class Preconditioned:
     direction: Direction
     factor: Tensor | float
     targets: Sequence[Target | None]
+    natural: bool
 
     def apply(self, state: State, rules: Rules) -> None:
         """Do it."""
@@ -53,7 +54,7 @@ class Preconditioned:
             if target is not None:
                 p, group = target.parameter, target.group
                 add = partial(self._add, index)
-                rules.covered.follow(p, target.gradient, state[p], group, decay_of(group, rules.step), add)
+                rules.covered.follow(p, target.gradient, state[p], group, decay_of(group, rules.step), add, self.natural)
 
     def _add(self, index: int, to: Tensor, factor: float, terms: Terms, keep: float) -> None:
         self.direction.add_to(index, to, self.factor * factor, terms, keep)
@@ -116,6 +117,7 @@ def _preconditioned(
 ) -> Preconditioned:
     targets: list[Target | None] = []
     courses: list[Course] = []
+    natural = block.rowwise is not None
     mended = []  # where nothing can be read buffers are looked through before they are used
     for p in block.parameters:
         own = group_of.get(id(p))
@@ -130,7 +132,8 @@ def _preconditioned(
         if not at_once(p):
             mended.append(_mended(state[p], own, gate))
         # The weight's course is in memory that the bias's must not overwrite.
-        courses.append(rules.covered.course(p, target.gradient, state[p], own, scratch if p is block.weight else Scratch()))
+        room = scratch if p is block.weight else Scratch()
+        courses.append(rules.covered.course(p, target.gradient, state[p], own, room, natural))
     direction = block.direction(tuple(course.vector for course in courses), group, courses[0].spend)
     factor, length = _scaled(direction, courses, targets, rules.covered.grafts)
     limit = clip.rms_clip(length, direction.size, group["update_clip"])
@@ -153,7 +156,7 @@ def _preconditioned(
             if t is not None:
                 _mended(state[t.parameter], t.group, gate)
     block.clip = limit
-    return Preconditioned(direction, factor, targets)
+    return Preconditioned(direction, factor, targets, natural)
 
 
 def _scaled(

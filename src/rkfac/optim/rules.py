@@ -56,11 +56,13 @@ class Rule(ABC):
         """A whole step without a preconditioner, its direction within an RMS of `largest`."""
 
     @abstractmethod
-    def course(self, p: Tensor, gradient: Tensor, state: State, group: Group, scratch: Scratch) -> Course:
-        """What is to be preconditioned; changes nothing."""
+    def course(self, p: Tensor, gradient: Tensor, state: State, group: Group, scratch: Scratch, natural: bool) -> Course:
+        """What is to be preconditioned; changes nothing. `natural`: gradient and buffers are preconditioned already."""
 
     @abstractmethod
-    def follow(self, p: Tensor, gradient: Tensor, state: State, group: Group, decay: float, add: Add) -> None:
+    def follow(
+        self, p: Tensor, gradient: Tensor, state: State, group: Group, decay: float, add: Add, natural: bool
+    ) -> None:
         """The step along the preconditioned course."""
 
 
@@ -83,14 +85,16 @@ class Own(Rule):
         def add(target: Tensor, factor: float, terms: Terms, keep: float) -> None:
             (target if keep == 1.0 else target.mul_(keep)).add_(gradient, alpha=factor)
 
-        self.follow(p, gradient, state, group, decay, add)
+        self.follow(p, gradient, state, group, decay, add, False)
 
-    def course(self, p: Tensor, gradient: Tensor, state: State, group: Group, scratch: Scratch) -> Course:
+    def course(self, p: Tensor, gradient: Tensor, state: State, group: Group, scratch: Scratch, natural: bool) -> Course:
         """The gradient."""
         finite = moderate(state["momentum_buffer"], False, longest(group)) if group["momentum"] else None
         return Course(gradient, finite=finite)
 
-    def follow(self, p: Tensor, gradient: Tensor, state: State, group: Group, decay: float, add: Add) -> None:
+    def follow(
+        self, p: Tensor, gradient: Tensor, state: State, group: Group, decay: float, add: Add, natural: bool
+    ) -> None:
         """theta <- (1 - lr w) theta - lr (direction, or its momentum)."""
         lr, momentum = float(group["lr"]), group["momentum"]
         terms, keep = ((gradient, 1.0),), 1 - lr * decay
@@ -111,7 +115,7 @@ class SGD(Rule):
 
     The decay, which torch adds to the gradient, is left out of what is preconditioned and added again afterwards:
     `decay_share` is how many times the parameter its momentum buffer holds (but for how far the parameter has moved
-    within the buffer's memory).
+    within the buffer's memory). A buffer of natural gradients does not hold it.
     """
 
     def prepare(self, state: State, p: Tensor, group: Group) -> None:
@@ -133,7 +137,7 @@ class SGD(Rule):
             gradient = gradient.add(buffer, alpha=momentum) if group["nesterov"] else buffer
         p.add_(within(gradient, largest), alpha=-float(group["lr"]))
 
-    def course(self, p: Tensor, gradient: Tensor, state: State, group: Group, scratch: Scratch) -> Course:
+    def course(self, p: Tensor, gradient: Tensor, state: State, group: Group, scratch: Scratch, natural: bool) -> Course:
         """torch's direction without its decay, at its own length."""
         momentum = group["momentum"]
         if not momentum:
@@ -142,23 +146,25 @@ class SGD(Rule):
         # The buffer's weight beside the gradient's: m, or with Nesterov m^2 beside 1 + m.
         beside = momentum**2 / ahead if group["nesterov"] else momentum
         vector = torch.add(gradient, state["momentum_buffer"], alpha=beside, out=scratch.like(p))
-        if state["decay_share"]:
+        if state["decay_share"] and not natural:
             vector.sub_(p, alpha=beside * state["decay_share"])
         return Course(vector if ahead == 1.0 else vector.mul_(ahead), spend=True)
 
-    def follow(self, p: Tensor, gradient: Tensor, state: State, group: Group, decay: float, add: Add) -> None:
+    def follow(
+        self, p: Tensor, gradient: Tensor, state: State, group: Group, decay: float, add: Add, natural: bool
+    ) -> None:
         """theta <- theta - lr (direction + share of decay * theta)."""
         lr, momentum, share = float(group["lr"]), group["momentum"], decay
         terms: list[tuple[Tensor, float]] = [(gradient, 1.0)]
         if momentum:
             buffer = torch.add(gradient, state["momentum_buffer"], alpha=momentum, out=state["momentum_buffer"])
-            if decay:
+            if decay and not natural:
                 buffer.add_(p, alpha=decay)
             held = share = state["decay_share"] = momentum * state["decay_share"] + decay
             terms = [(buffer, 1.0)]
             if group["nesterov"]:
                 terms, held, share = [(gradient, 1.0), (buffer, momentum)], momentum * held, decay + momentum * held
-            if held:  # what the buffer holds of the parameter was not preconditioned
+            if held and not natural:  # what the buffer holds of the parameter was not preconditioned
                 terms.append((p, -held))
         add(p, -lr, terms, 1 - lr * share)
 
@@ -197,7 +203,7 @@ class AdamW(Rule):
         state["exp_avg"].lerp_(gradient, 1 - first)
         state["exp_avg_sq"].mul_(second).addcmul_(gradient, gradient, value=1 - second)
 
-    def course(self, p: Tensor, gradient: Tensor, state: State, group: Group, scratch: Scratch) -> Course:
+    def course(self, p: Tensor, gradient: Tensor, state: State, group: Group, scratch: Scratch, natural: bool) -> Course:
         """The first moment, at the length of AdamW's direction."""
         (first, second), step = group["betas"], state["adam_step"] + 1
         room, square = scratch.like(p), scratch.like(p, slot=1)
@@ -209,7 +215,9 @@ class AdamW(Rule):
         length = square_of(torch.div(mean, denominator, out=square)) / (1 - first**step) ** 2
         return Course(mean, length, spend=True, finite=finite)
 
-    def follow(self, p: Tensor, gradient: Tensor, state: State, group: Group, decay: float, add: Add) -> None:
+    def follow(
+        self, p: Tensor, gradient: Tensor, state: State, group: Group, decay: float, add: Add, natural: bool
+    ) -> None:
         """theta <- (1 - lr w) theta - lr direction."""
         lr = float(group["lr"])
         self._remember(gradient, state, group)

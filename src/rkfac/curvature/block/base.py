@@ -22,7 +22,7 @@ from rkfac.curvature.factor import Factor, Start
 from rkfac.curvature.randomness import Randomness, subset
 from rkfac.curvature.statistics import Moment, Statistics
 from rkfac.layers.base import Adapter, own_parameters
-from rkfac.linalg import DecompositionError
+from rkfac.linalg import DecompositionError, Rowwise
 
 Group = Mapping[str, Any]
 
@@ -41,6 +41,7 @@ class Settings:
     sampled: bool
     start: Start
     eager_start: bool
+    backward: bool
     max_failures: int
     randomness: Randomness
 
@@ -247,6 +248,23 @@ class Block(ABC):
     @abstractmethod
     def multiply(self, change: tuple[Tensor, ...], group: Group) -> tuple[Tensor, ...]:
         """The damped curvature under the block's own approximation, times a change of the parameters."""
+
+    # --- natural gradients in the backward pass, for blocks that know how
+
+    rowwise: Rowwise | None = None  # what the coming gradients are preconditioned by, row by row, on their way
+    natural = False  # whether .grad holds natural gradients since the last step
+
+    def pinned(self, group: Group) -> Rowwise | None:
+        """What rows are to be preconditioned by under the present basis and damping; the same object while these stay."""
+        return None
+
+    def carry(self, tensors: Sequence[Tensor | None], before: Rowwise | None, after: Rowwise | None) -> None:
+        """Bring preconditioned tensors, one a parameter, from one preconditioner to another, in place."""
+
+    def naturalize(self) -> None:
+        """Precondition gradients that came another way than through the layer (a compiled graph, or by hand), in place."""
+        if self.rowwise is not None and not self.natural and self.weight.grad is not None:
+            self.carry([p.grad for p in self.parameters], None, self.rowwise)
 
     # --- memory
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Mapping, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from rkfac.curvature.block.direction import Direction
 from rkfac.curvature.factor import DenseFactor, DiagonalFactor, Factor
 from rkfac.curvature.statistics import Moment
 from rkfac.layers.base import KroneckerAdapter, statistics_dtype
-from rkfac.linalg import Part, Preconditioner, Whole, preconditioner
+from rkfac.linalg import Itself, Part, Preconditioner, Rowwise, Whole, preconditioner
 
 
 class KroneckerBlock(Block):
@@ -35,6 +35,10 @@ class KroneckerBlock(Block):
         self.input: Factor[Any] = (DiagonalFactor if self.adapter.diagonal_input() else DenseFactor)(shape, start, like)
         self.output = DenseFactor(self.adapter.output_shape(self.module), start, like)
         self._prepared: tuple[tuple[Any, ...], Preconditioner] | None = None
+        self._in_backward: bool | None = None  # not decided yet
+        self._rows = 0  # of the last call that was observed
+        self._pinned: tuple[tuple[Any, ...], Rowwise | None] | None = None  # with the version and damping it is for
+        self.rowwise, self.natural = None, False
 
     @property
     def factors(self) -> Mapping[str, Factor[Any]]:
@@ -56,6 +60,7 @@ class KroneckerBlock(Block):
         sharing = self.settings.weight_sharing
         rows = self.adapter.count(self.module, g, sharing)
         drawn, weight = self.draw(rows, g.device)
+        self._rows = rows
         of_gradients.add(self.adapter.output_rows(self.module, x, g, sharing, drawn), weight)
         if self.adapter.diagonal_input():
             drawn, weight = None, 1.0  # counting all is cheaper than drawing
@@ -85,8 +90,10 @@ class KroneckerBlock(Block):
         return self._prepared[1]
 
     def direction(self, gradients: tuple[Tensor, ...], group: Group, spend: bool = False) -> Direction:
-        """The two-sided solve."""
+        """The two-sided solve, unless that was done on the way."""
         with self.timed("apply"):
+            if self.rowwise is not None:
+                return self._arrived(gradients, self.rowwise)
             self._follow()
             matrix = partial(self.adapter.stored, self.module)
             j = self.adapter.vector(self.module, gradients[1]) if self.bias else None
@@ -102,6 +109,69 @@ class KroneckerBlock(Block):
                 length=solution.square.sqrt(),
                 along=lambda: solution.inner() * solution.size,
             )
+
+    # --- natural gradients in the backward pass
+
+    def pinned(self, group: Group) -> Rowwise | None:
+        """Only where rows are cheaper than matrices and each side has digits enough."""
+        if not self.settings.backward or not self.ready or self.retired:
+            return None
+        if self._in_backward is None:
+            d_G, d_A = self.output.shape[-1], self.input.shape[-1]
+            self._in_backward = self.adapter.rowwise and self._rows * (d_G + d_A) < 2 * d_G * d_A
+        key = (self.version, float(group["damping"]), self.weight.device)
+        if self._pinned is None or self._pinned[0] != key:
+            self._pinned = (key, self._rowwise(key[1]) if self._in_backward else None)
+        return self._pinned[1]
+
+    def _rowwise(self, damping: float) -> Rowwise | None:
+        self._follow()
+        multipliers = self.settings.damping.multipliers(damping, self.input, self.output)
+        made = Rowwise(self.output.low, self.input.low, multipliers)
+        return made if made.precise else None
+
+    def carry(self, tensors: Sequence[Tensor | None], before: Rowwise | None, after: Rowwise | None) -> None:
+        """All parameters together, as columns of one matrix."""
+        known = before or after
+        if known is None or all(t is None for t in tensors):
+            return
+        shapes = [p if p.ndim == 2 else p[:, None] for p in self.parameters]
+        columns = [torch.zeros_like(p) if t is None else t.reshape(p.shape) for p, t in zip(shapes, tensors, strict=True)]
+        S = torch.cat(columns, dim=1).to(known.dtype)
+        S = S if before is None else before.undo(S).to((after or before).dtype)
+        S = S if after is None else after.apply(S)
+        for tensor, part in zip(tensors, S.split([p.shape[1] for p in shapes], dim=1), strict=True):
+            if tensor is not None:
+                tensor.copy_(part.reshape(tensor.shape))
+
+    def _arrived(self, gradients: tuple[Tensor, ...], rowwise: Rowwise) -> Direction:
+        """The gradients are the direction; their length before is asked for where a step shall have it."""
+        vectors = [g.to(rowwise.dtype) for g in gradients]
+        energies = cache(lambda: rowwise.energies(vectors[0], vectors[1] if len(vectors) > 1 else None))
+        one = torch.ones((), dtype=torch.float64, device=self.weight.device)
+        return Direction(
+            tuple(Itself(one) for _ in gradients),
+            rowwise.scale,
+            sum(g.numel() for g in gradients),
+            given=lambda: energies()[0].sqrt(),
+            length=torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(v).double() for v in vectors])),
+            along=lambda: energies()[1],
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Also the damping that the coming gradients are preconditioned with: momentum is in its coordinates."""
+        damping = None if self._pinned is None or self.rowwise is None else self._pinned[0][1]
+        return {**super().state_dict(), "in_backward": self._in_backward, "pinned": damping}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` saved."""
+        super().load_state_dict(state)
+        chosen, damping = state["in_backward"], state["pinned"]
+        if chosen not in (None, True, False) or not (damping is None or (isinstance(damping, float) and chosen)):
+            raise ValueError(f"the saved state preconditions gradients with a damping of {damping!r}")
+        self._in_backward = chosen
+        if damping is not None:
+            self.rowwise = self.pinned({"damping": damping})
 
     def multiply(self, change: tuple[Tensor, ...], group: Group) -> tuple[Tensor, ...]:
         """(G + l) D (A + l) for the factored rules, G D A + l D for the product rule."""

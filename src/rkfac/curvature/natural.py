@@ -1,0 +1,87 @@
+"""Natural gradients in the backward pass (`apply="backward"`): a layer's `.grad` arrives preconditioned.
+
+The preconditioner is linear and fixed between refreshes, so that it can act on the rows that the weight's gradient is the
+sum of. Sums over passes, averages over processes and a gradient scaler's factor commute with it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from rkfac import compat
+from rkfac.curvature.hooks import Hook
+from rkfac.linalg import Rowwise
+
+
+class Preconditioned(Protocol):
+    """A layer whose gradients are preconditioned row by row, while `rowwise` says by what."""
+
+    name: str
+    module: nn.Module
+    weight: nn.Parameter
+    bias: bool
+    rowwise: Rowwise | None
+    natural: bool  # whether .grad holds natural gradients since the last step
+
+
+class NaturalHook(Hook):
+    """Replaces a Linear layer's output by one that goes another way back."""
+
+    def __init__(self, layer: Preconditioned) -> None:
+        super().__init__(None)
+        self.layer = layer
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        layer = self.layer
+        if layer.rowwise is None or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return None
+        if not isinstance(output, Tensor) or not output.requires_grad or not layer.weight.requires_grad:
+            return None
+        if module is not layer.module or not args or compat.inside_functional_transform():
+            return None
+        bias = module.bias if layer.bias else None
+        return _Natural.apply(args[0], layer.weight, bias, output.detach(), layer, layer.rowwise)
+
+
+class _Natural(torch.autograd.Function):
+    """y = W x + b, which was computed already; backwards sum (G^-1 g)(A^-1 a)^T in the place of sum g a^T."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, layer: Preconditioned, rowwise: Rowwise
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.has_bias, ctx.layer, ctx.rowwise = bias is not None, layer, rowwise
+        ctx.mark_dirty(y)  # it is handed on as it is: no view, so that in-place activations may overwrite it
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        layer, rowwise = ctx.layer, ctx.rowwise
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"layer {layer.name!r} has natural gradients in the backward pass, which cannot be differentiated again "
+                "(create_graph=True): build the optimizer with apply='step'"
+            )
+        if rowwise is not layer.rowwise:
+            raise RuntimeError(
+                f"layer {layer.name!r}: a forward pass from before the last optimizer.step() was differentiated after a "
+                "refresh, whose preconditioner is another one: build the optimizer with apply='step'"
+            )
+        x, weight = ctx.saved_tensors
+        before = (g @ weight.to(g.dtype)).to(x.dtype) if ctx.needs_input_grad[0] else None
+        if not ctx.needs_input_grad[1]:
+            return before, None, None, None, None, None
+        layer.natural = True
+        # float32 or better, whatever autocast did to the forward pass
+        rows, inputs = (t.reshape(-1, t.shape[-1]).to(rowwise.dtype) for t in (g, x))
+        if ctx.has_bias:
+            inputs = torch.cat([inputs, inputs.new_ones(len(inputs), 1)], dim=1)
+        rows, inputs = rowwise.G(rows), rowwise.A(inputs)
+        if not ctx.has_bias:
+            return before, (rows.mT @ inputs).to(weight.dtype), None, None, None, None
+        of_weight = rows.mT @ inputs[:, :-1]
+        return before, of_weight.to(weight.dtype), (rows.mT @ inputs[:, -1]).to(weight.dtype), None, None, None

@@ -1,0 +1,41 @@
+"""Natural gradients in the backward pass: what the coming ones are preconditioned by, and what becomes of earlier ones.
+
+Gradients and momentum that were preconditioned by the last basis and damping are carried over to the present ones, so that
+a step is the same as if plain gradients had been preconditioned in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, MutableMapping
+from typing import Any
+
+from rkfac.curvature.block import Block
+
+State = MutableMapping[Any, Any]
+
+
+def pin(blocks: Iterable[Block], group_of: Mapping[int, Mapping[str, Any]], state: State, grafts: bool) -> None:
+    """Bring every layer's gradients and momentum to its present preconditioner; `grafts`: buffers hold gradients."""
+    for block in blocks:
+        group = group_of.get(id(block.weight))
+        if group is None:
+            continue
+        block.naturalize()
+        before, after = block.rowwise, block.pinned(group)
+        if before is not after:
+            block.carry([p.grad for p in block.parameters], before, after)
+            if grafts:
+                if before is None:
+                    _move_decay(block, state, -1.0)
+                buffers = [state[p].get("momentum_buffer") if p in state else None for p in block.parameters]
+                block.carry(buffers, before, after)
+                if after is None:
+                    _move_decay(block, state, 1.0)
+        block.rowwise, block.natural = after, False
+
+
+def _move_decay(block: Block, state: State, sign: float) -> None:
+    """Into the buffers or out of them: decay is no part of natural gradients, nor of their momentum."""
+    for p in block.parameters:
+        if p in state and state[p].get("decay_share"):
+            state[p]["momentum_buffer"].add_(p, alpha=sign * state[p]["decay_share"])
