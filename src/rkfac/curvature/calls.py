@@ -15,6 +15,7 @@ class Observer(Protocol):
     module: nn.Module
     weight: nn.Parameter
     wanted: bool
+    natural: bool  # whether its gradient comes preconditioned
 
     @property
     def trouble(self) -> str:

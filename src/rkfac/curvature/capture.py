@@ -196,7 +196,7 @@ class Capture:
         gradient = observer.weight.grad
         assert gradient is not None
         with full_precision([gradient.device]):
-            if not watched.verified and watched.counted is None and not watched.doubled:
+            if not (watched.verified or watched.counted or watched.doubled or observer.natural):
                 self._verify(watched, arrivals, gradient)
             if not watched.foreign:
                 for arrival in arrivals:

@@ -47,6 +47,7 @@ class Preconditioned:
     factor: Tensor | float
     targets: Sequence[Target | None]
     natural: bool
+    inner: Tensor | None  # <S, J>, for the KL clip
 
     def apply(self, state: State, rules: Rules) -> None:
         """Do it."""
@@ -156,7 +157,8 @@ def _preconditioned(
             if t is not None:
                 _mended(state[t.parameter], t.group, gate)
     block.clip = limit
-    return Preconditioned(direction, factor, targets, natural)
+    inner = None if group["kl_clip"] is None else direction.inner  # now: what it was made from is overwritten soon
+    return Preconditioned(direction, factor, targets, natural, inner)
 
 
 def _scaled(
@@ -182,7 +184,8 @@ def _held_together(made: Sequence[tuple[Block, Preconditioned]], bound: float | 
     terms = []
     for _, move in made:
         lr = next((target.group["lr"] for target in move.targets if target is not None), 0.0)
-        terms.append((lr**2 * move.direction.inner * move.factor**2).to(device))
+        assert move.inner is not None
+        terms.append((lr**2 * move.inner * move.factor**2).to(device))
     whole = clip.kl_clip(terms, bound)
     moves: list[Move] = []
     for block, move in made:
