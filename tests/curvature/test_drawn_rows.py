@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from curvature.brute import Mean, kfac, losses
 from rkfac.curvature.block import base
+from rkfac.curvature.moment import DiagonalMoment, Moment
 from rkfac.curvature.randomness import subset
-from rkfac.curvature.statistics import Moment
 from rkfac.layers import conv
 
 # Each model has one layer of its own, and its rows are few enough for all choices of two to be tried.
@@ -219,7 +219,7 @@ def test_a_moment_weighs_rows(parts: list[tuple[int, float]]) -> None:
 
 
 def test_a_diagonal_moment_weighs_its_counts() -> None:
-    moment = Moment(diagonal=True)
+    moment = DiagonalMoment()
     moment.add(torch.tensor([1.0, 2.0]), 3.0)
     moment.add(torch.tensor([1.0, 0.0]))
     assert moment.settle([float(t) for t in moment.readings()])

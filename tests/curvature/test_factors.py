@@ -27,7 +27,7 @@ from curvature.brute import (
 )
 from optim.problems import average
 from rkfac.curvature.factor import DenseFactor, DiagonalFactor, Start
-from rkfac.curvature.statistics import Moment
+from rkfac.curvature.moment import DiagonalMoment, Moment
 
 
 @each_problem
@@ -356,7 +356,7 @@ def test_an_unbiased_average_is_the_weighted_mean_also_when_the_decay_changes() 
 
 def moment_of(rows: Tensor, scale: float, diagonal: bool = False) -> Moment:
     """As a step would hand it to a factor, from rows that came in pieces."""
-    moment = Moment(diagonal)
+    moment = DiagonalMoment() if diagonal else Moment()
     for part in [rows] if diagonal else rows.split(2, dim=-2):
         moment.add(part)
     assert moment.settle([float(t) for t in moment.readings()])

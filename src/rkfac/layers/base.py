@@ -174,7 +174,8 @@ def by_position(x: Tensor, drawn: Tensor | None, trailing: int = 1) -> Tensor:
     """(..., d) -> (n, d): a row a leading position, or the drawn ones of them without a copy of the others."""
     if drawn is None:
         return x.reshape(-1, *x.shape[x.ndim - trailing :])
-    return x[torch.unravel_index(drawn, x.shape[: x.ndim - trailing])]
+    leading = x.shape[: x.ndim - trailing]
+    return x[torch.unravel_index(drawn, leading) if len(leading) > 1 else drawn]
 
 
 def append_one(rows: Tensor, bias: bool) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from rkfac.curvature.block.base import Block, Group, Settings
 from rkfac.curvature.block.direction import Direction
 from rkfac.curvature.factor import DenseFactor, DiagonalFactor, Factor
-from rkfac.curvature.statistics import Moment
+from rkfac.curvature.moment import DiagonalMoment, Moment
 from rkfac.layers.base import KroneckerAdapter, statistics_dtype
 from rkfac.linalg import Preconditioner, preconditioner
 
@@ -47,7 +47,7 @@ class KroneckerBlock(Block):
 
     def moments(self) -> tuple[Moment, ...]:
         """Of inputs and of output gradients."""
-        return Moment(diagonal=self.adapter.diagonal_input()), Moment()
+        return (DiagonalMoment if self.adapter.diagonal_input() else Moment)(), Moment()
 
     def collect(self, x: Tensor, g: Tensor) -> int:
         """Rows of this call join what is pending, the same ones on both sides."""
@@ -55,11 +55,11 @@ class KroneckerBlock(Block):
         sharing = self.settings.weight_sharing
         rows = self.adapter.count(self.module, g, sharing)
         drawn, weight = self.draw(rows, g.device)
-        of_gradients.add(self.adapter.output_rows(self.module, x, g, sharing, drawn), weight)
+        of_gradients.add(self.adapter.output_rows(self.module, x, g, sharing, drawn), weight, source=g)
         if self.adapter.diagonal_input():
             drawn, weight = None, 1.0  # counting all is cheaper than drawing
         for part in self.adapter.input_rows(self.module, x, self.bias, sharing, drawn):
-            of_inputs.add(part, weight)
+            of_inputs.add(part, weight, source=x)
         return rows
 
     def decompose(self, group: Group) -> None:
