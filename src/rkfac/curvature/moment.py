@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -167,8 +167,9 @@ class Moment:
         largest = peak(rows)
         self._sum = _Sum(gram(rows * unit(largest), weight), largest)
 
-    def add_finished(self, strips: list[Tensor], largest: Tensor) -> None:
-        """Take a second moment that was made without rows, in units of the largest entry they would have had."""
+    def add_finished(self, made: Callable[[Tensor], list[Tensor]], largest: Tensor) -> None:
+        """Take a second moment made without rows, in strips; `largest` is the largest entry that rows would have had."""
+        strips = made(unit(largest))
         if self._finished is None:
             self._finished = _Sum(strips, largest)
         else:

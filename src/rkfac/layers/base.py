@@ -57,6 +57,15 @@ class KroneckerAdapter(Adapter):
     ) -> Iterator[Tensor]:
         """Rows a in chunks, (n, d_in[+1]) or (groups, n, d_in[+1])."""
 
+    def input_moment(
+        self, module: nn.Module, x: Tensor, bias: bool, sharing: str
+    ) -> Callable[[Tensor], list[Tensor]] | None:
+        """What makes the second moment of unit * a, given the unit, where that is faster without rows; None: nothing does.
+
+        Its upper block rows, each (rows, d_in[+1] - its first row), as new tensors.
+        """
+        return None
+
     @abstractmethod
     def output_rows(self, module: nn.Module, x: Tensor, g: Tensor, sharing: str, drawn: Tensor | None = None) -> Tensor:
         """Rows g, (n, d_out) or (groups, n, d_out)."""

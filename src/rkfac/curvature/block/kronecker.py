@@ -14,7 +14,7 @@ from rkfac.curvature.block.direction import Direction
 from rkfac.curvature.factor import DenseFactor, DiagonalFactor, Factor
 from rkfac.curvature.moment import DiagonalMoment, Moment
 from rkfac.layers.base import KroneckerAdapter, statistics_dtype
-from rkfac.linalg import Preconditioner, preconditioner
+from rkfac.linalg import Preconditioner, peak, preconditioner
 
 
 class KroneckerBlock(Block):
@@ -56,6 +56,11 @@ class KroneckerBlock(Block):
         rows = self.adapter.count(self.module, g, sharing)
         drawn, weight = self.draw(rows, g.device)
         of_gradients.add(self.adapter.output_rows(self.module, x, g, sharing, drawn), weight, source=g)
+        finished = self.adapter.input_moment(self.module, x, self.bias, sharing) if drawn is None else None
+        if finished is not None:
+            largest = peak(x).to(statistics_dtype(x))
+            of_inputs.add_finished(finished, largest.clamp_min(1.0) if self.bias else largest)  # a bias's input is one
+            return rows
         if self.adapter.diagonal_input():
             drawn, weight = None, 1.0  # counting all is cheaper than drawing
         for part in self.adapter.input_rows(self.module, x, self.bias, sharing, drawn):
