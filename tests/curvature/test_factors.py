@@ -376,6 +376,7 @@ def test_every_kind_of_factor_follows_the_same_average(
     identity: bool, size: float, dtype: torch.dtype, small: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(moment_module, "SMALL", small)
+    monkeypatch.setattr(moment_module, "CHUNK", 9)  # two rows at a time
     like, start = torch.empty(0, dtype=dtype), Start(identity)
     dense, diagonal, batched = (
         DenseFactor((4,), start, like),

@@ -20,6 +20,7 @@ from rkfac.linalg.symmetric import add_gram, add_strips, gram, strip_elements, s
 # So that the unit itself is a number in the rows' precision, and its square one in float64.
 LARGEST_EXPONENT = {torch.float32: 120, torch.float64: 480}
 ORDINARY = 24  # binary exponents of rows that can be squared as they are: 2^48 is far from any end of float32
+CHUNK = 1 << 23  # elements of rows that are multiplied by their unit at once: 32 MB in float32
 SMALL = 1 << 17  # elements of rows that are kept though their sum would take less: one product, later
 
 
@@ -156,9 +157,10 @@ class Moment:
             self._kept.append(_Rows(rows if owned else rows.clone(), weight))
             return
         kept, self._kept = self._kept, []
-        for part in kept:
-            self._add_to_sum(part.rows, part.weight)
-        self._add_to_sum(rows, weight)
+        for part in [*kept, _Rows(rows, weight)]:
+            chunk = max(1, CHUNK * part.rows.shape[-2] // part.rows.numel())
+            for some in part.rows.split(chunk, dim=-2):
+                self._add_to_sum(some, part.weight)
 
     def _add_to_sum(self, rows: Tensor, weight: float) -> None:
         if self._sum is not None:
