@@ -60,8 +60,8 @@ def differences(axes: Plane) -> Iterator[tuple[int, int]]:
 def pays(samples: int, channels: int, axes: Plane) -> bool:
     """Whether this is faster than a product of patches, by a count of multiplications and what the rest was measured at.
 
-    On one core, fitted to a dozen layers, in the time of one multiplication: writing an entry of the moment 150 (its blocks are
-    scattered over it), handling a pair of taps 1 200 000, making an entry of a patch 300.
+    On one core, fitted to a dozen layers, in the time of one multiplication: writing an entry of the moment 150 (its
+    blocks are scattered over it), handling a pair of taps 1 200 000, making an entry of a patch 300.
     """
     rows, columns = axes
     taps, outputs = rows.kernel * columns.kernel, rows.outputs * columns.outputs
