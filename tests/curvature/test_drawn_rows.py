@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from curvature.brute import Mean, kfac, losses
+from rkfac.curvature import moment as moment_module
 from rkfac.curvature.block import base
+from rkfac.curvature.moment import DiagonalMoment, Moment
 from rkfac.curvature.randomness import subset
-from rkfac.curvature.statistics import Moment
 from rkfac.layers import conv
+from rkfac.linalg.symmetric import mirror
 
 # Each model has one layer of its own, and its rows are few enough for all choices of two to be tried.
 LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -206,7 +208,9 @@ KEPT, THEN_SUMMED, SUMMED = [(2, 3.0), (1, 1.0)], [(2, 3.0), (6, 2.5), (3, 1.0)]
 
 
 @pytest.mark.parametrize("parts", [KEPT, THEN_SUMMED, SUMMED], ids=["kept", "kept, then summed", "summed"])
-def test_a_moment_weighs_rows(parts: list[tuple[int, float]]) -> None:
+@pytest.mark.parametrize("small", [0, moment_module.SMALL], ids=["little room", "room for all"])
+def test_a_moment_weighs_rows(parts: list[tuple[int, float]], small: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moment_module, "SMALL", small)
     moment, expected = Moment(), torch.zeros(4, 4, dtype=torch.float64)
     for n, weight in parts:
         rows = torch.randn(n, 4, dtype=torch.float64) * 1e-20
@@ -215,11 +219,12 @@ def test_a_moment_weighs_rows(parts: list[tuple[int, float]]) -> None:
     assert moment.settle([float(t) for t in moment.readings()])
     value = torch.zeros(4, 4, dtype=torch.float64)
     moment.blend_into(value, 0.0, 1.0, 0)
+    mirror(value)
     torch.testing.assert_close(value, expected, rtol=1e-12, atol=0)
 
 
 def test_a_diagonal_moment_weighs_its_counts() -> None:
-    moment = Moment(diagonal=True)
+    moment = DiagonalMoment()
     moment.add(torch.tensor([1.0, 2.0]), 3.0)
     moment.add(torch.tensor([1.0, 0.0]))
     assert moment.settle([float(t) for t in moment.readings()])

@@ -26,8 +26,9 @@ from curvature.brute import (
     weight_layers,
 )
 from optim.problems import average
+from rkfac.curvature import moment as moment_module
 from rkfac.curvature.factor import DenseFactor, DiagonalFactor, Start
-from rkfac.curvature.statistics import Moment
+from rkfac.curvature.moment import DiagonalMoment, Moment
 
 
 @each_problem
@@ -354,9 +355,12 @@ def test_an_unbiased_average_is_the_weighted_mean_also_when_the_decay_changes() 
             torch.testing.assert_close(held(optimizer, "0")[i], mean)
 
 
+each_room = pytest.mark.parametrize("small", [0, moment_module.SMALL], ids=["little room", "room for all"])
+
+
 def moment_of(rows: Tensor, scale: float, diagonal: bool = False) -> Moment:
     """As a step would hand it to a factor, from rows that came in pieces."""
-    moment = Moment(diagonal)
+    moment = DiagonalMoment() if diagonal else Moment()
     for part in [rows] if diagonal else rows.split(2, dim=-2):
         moment.add(part)
     assert moment.settle([float(t) for t in moment.readings()])
@@ -367,7 +371,12 @@ def moment_of(rows: Tensor, scale: float, diagonal: bool = False) -> Moment:
 @pytest.mark.parametrize("identity", [True, False])
 @pytest.mark.parametrize("size", [1.0, 1e-18, 1e12], ids=["ordinary", "tiny", "huge"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_every_kind_of_factor_follows_the_same_average(identity: bool, size: float, dtype: torch.dtype) -> None:
+@each_room
+def test_every_kind_of_factor_follows_the_same_average(
+    identity: bool, size: float, dtype: torch.dtype, small: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(moment_module, "SMALL", small)
+    monkeypatch.setattr(moment_module, "CHUNK", 9)  # two rows at a time
     like, start = torch.empty(0, dtype=dtype), Start(identity)
     dense, diagonal, batched = (
         DenseFactor((4,), start, like),
@@ -389,7 +398,9 @@ def test_every_kind_of_factor_follows_the_same_average(identity: bool, size: flo
             assert torch.linalg.norm(got - expected) <= relative * torch.linalg.norm(expected)
 
 
-def test_pending_statistics_say_whether_they_are_finite() -> None:
+@each_room
+def test_pending_statistics_say_whether_they_are_finite(small: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moment_module, "SMALL", small)
     for n in (2, 9):  # kept as rows, summed up
         for bad in (float("nan"), float("inf")):
             moment = Moment()

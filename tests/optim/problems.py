@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rkfac.linalg.symmetric import unfolded
+
 Batch = tuple[Tensor, Tensor]
 
 
@@ -104,9 +106,10 @@ def assert_moved(model: nn.Module, start: dict[str, Tensor]) -> None:
 
 def average(state: dict[str, Any]) -> Tensor:
     """A running factor from its saved state: 2^exponent * value + identity * I, or the diagonal alone."""
-    value = state["value"] * 2.0 ** (0 if math.isinf(state["level"]) else math.ceil(state["level"]))
-    if value.ndim == 1:
-        return value + state["identity"]
+    saved, unit = state["value"], 2.0 ** (0 if math.isinf(state["level"]) else math.ceil(state["level"]))
+    if saved.ndim == 1:
+        return saved * unit + state["identity"]
+    value = unfolded(saved, min(saved.shape[-1], 2 * saved.shape[-2])) * unit
     return value + state["identity"] * torch.eye(value.shape[-1], dtype=value.dtype)
 
 

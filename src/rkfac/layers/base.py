@@ -59,6 +59,15 @@ class KroneckerAdapter(Adapter):
     ) -> Iterator[Tensor]:
         """Rows a in chunks, (n, d_in[+1]) or (groups, n, d_in[+1])."""
 
+    def input_moment(
+        self, module: nn.Module, x: Tensor, bias: bool, sharing: str
+    ) -> Callable[[Tensor], list[Tensor]] | None:
+        """What makes the second moment of unit * a, given the unit, where that is faster without rows; None: nothing does.
+
+        Its upper block rows, each (rows, d_in[+1] - its first row), as new tensors.
+        """
+        return None
+
     @abstractmethod
     def output_rows(self, module: nn.Module, x: Tensor, g: Tensor, sharing: str, drawn: Tensor | None = None) -> Tensor:
         """Rows g, (n, d_out) or (groups, n, d_out)."""
@@ -184,7 +193,8 @@ def by_position(x: Tensor, drawn: Tensor | None, trailing: int = 1) -> Tensor:
     """(..., d) -> (n, d): a row a leading position, or the drawn ones of them without a copy of the others."""
     if drawn is None:
         return x.reshape(-1, *x.shape[x.ndim - trailing :])
-    return x[torch.unravel_index(drawn, x.shape[: x.ndim - trailing])]
+    leading = x.shape[: x.ndim - trailing]
+    return x[torch.unravel_index(drawn, leading) if len(leading) > 1 else drawn]
 
 
 def append_one(rows: Tensor, bias: bool) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import cast
 
 import torch
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rkfac.compat import padding_of
+from rkfac.layers.autocorrelation import Axis, pays, strips
 from rkfac.layers.base import MAX_CHUNK, KroneckerAdapter, append_one, register, statistics_dtype
 
 Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
@@ -47,6 +49,19 @@ class ConvAdapter(KroneckerAdapter):
             rows = _patches(conv, part)  # (groups, n, positions, d)
             rows = rows.mean(2) if sharing == "reduce" else rows.flatten(1, 2)
             yield append_one(rows if conv.groups > 1 else rows[0], bias)
+
+    def input_moment(
+        self, module: nn.Module, x: Tensor, bias: bool, sharing: str
+    ) -> Callable[[Tensor], list[Tensor]] | None:
+        """From autocorrelations of the input: one or two dimensions, stride one, no groups."""
+        conv = cast(Conv, module)
+        if sharing == "reduce" or conv.groups > 1 or any(s != 1 for s in conv.stride) or len(conv.kernel_size) > 2:
+            return None
+        x = _batched(conv, x)
+        axes = _axes(conv, x)
+        if not pays(x.shape[0], conv.in_channels, axes):
+            return None
+        return partial(strips, x, partial(_as_plane, conv), axes, bias)
 
     def output_rows(self, module: nn.Module, x: Tensor, g: Tensor, sharing: str, drawn: Tensor | None = None) -> Tensor:
         """Gradients at the output, a row a position, channels of one group together."""
@@ -126,13 +141,34 @@ def _output_size(conv: Conv, x: Tensor) -> list[int]:
     return sizes
 
 
+def _padded(conv: Conv, x: Tensor) -> Tensor:
+    padding = padding_of(conv)
+    mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
+    return F.pad(x, padding, mode=mode) if any(padding) else x
+
+
+def _as_plane(conv: Conv, x: Tensor) -> Tensor:
+    """(n, channels, rows, columns); zeros around it are known to the axes."""
+    x = x if conv.padding_mode == "zeros" else _padded(conv, x)
+    return x if x.ndim == 4 else x[:, :, None]
+
+
+def _axes(conv: Conv, x: Tensor) -> tuple[Axis, Axis]:
+    """Of a convolution of stride one; a line is a plane of one row."""
+    padding, axes = padding_of(conv), []
+    for i, (size, outputs) in enumerate(zip(x.shape[2:], _output_size(conv, x), strict=True)):
+        at = 2 * (len(conv.kernel_size) - 1 - i)
+        around = padding[at], padding[at + 1]
+        if conv.padding_mode != "zeros":
+            size, around = size + sum(around), (0, 0)  # padded with something that counts
+        axes.append(Axis(size, conv.kernel_size[i], conv.dilation[i], around[0], outputs))
+    return axes[-2] if len(axes) > 1 else Axis(1, 1, 1, 0, 1), axes[-1]
+
+
 def _patches(conv: Conv, x: Tensor) -> Tensor:
     """(groups, n, positions, channels of a group x kernel): a strided view of the padded input, copied once."""
     size = _output_size(conv, x)
-    mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
-    padding = padding_of(conv)
-    if any(padding):
-        x = F.pad(x, padding, mode=mode)
+    x = _padded(conv, x)
     n, channels = x.shape[:2]
     per_group = channels // conv.groups
     spatial = x.stride()[2:]

@@ -7,7 +7,7 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from rkfac.layers.base import KroneckerAdapter, append_one, by_position, register, statistics_dtype
+from rkfac.layers.base import MAX_CHUNK, KroneckerAdapter, append_one, by_position, register, statistics_dtype
 
 
 @register(nn.Linear)
@@ -21,7 +21,9 @@ class LinearAdapter(KroneckerAdapter):
     ) -> Iterator[Tensor]:
         """Inputs, one row a position (expand) or their mean over a sample's positions (reduce)."""
         rows = _taken(x, sharing, drawn)
-        yield append_one(rows.mean(1) if sharing == "reduce" else rows, bias)
+        rows = rows.mean(1) if sharing == "reduce" else rows
+        for part in rows.split(max(1, MAX_CHUNK // rows.shape[-1])):
+            yield append_one(part, bias)
 
     def output_rows(self, module: nn.Module, x: Tensor, g: Tensor, sharing: str, drawn: Tensor | None = None) -> Tensor:
         """Gradients at the output, one row a position or their sum over a sample's positions."""

@@ -19,8 +19,9 @@ from rkfac.curvature.block.direction import Direction
 from rkfac.curvature.damping import Damping
 from rkfac.curvature.decompose import Decomposition, Request
 from rkfac.curvature.factor import Factor, Start
+from rkfac.curvature.moment import Moment
 from rkfac.curvature.randomness import Randomness, subset
-from rkfac.curvature.statistics import Moment, Statistics
+from rkfac.curvature.statistics import Statistics
 from rkfac.layers.base import Adapter, own_parameters
 from rkfac.linalg import DecompositionError, Rowwise
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from rkfac.curvature.block.base import Block, Group, Settings
 from rkfac.curvature.block.direction import Direction
 from rkfac.curvature.factor import DenseFactor, DiagonalFactor, Factor
-from rkfac.curvature.statistics import Moment
+from rkfac.curvature.moment import DiagonalMoment, Moment
 from rkfac.layers.base import KroneckerAdapter, statistics_dtype
-from rkfac.linalg import Itself, Part, Preconditioner, Rowwise, Whole, preconditioner
+from rkfac.linalg import Itself, Part, Preconditioner, Rowwise, Whole, peak, preconditioner
 
 
 class KroneckerBlock(Block):
@@ -52,7 +52,7 @@ class KroneckerBlock(Block):
 
     def moments(self) -> tuple[Moment, ...]:
         """Of inputs and of output gradients."""
-        return Moment(diagonal=self.adapter.diagonal_input()), Moment()
+        return (DiagonalMoment if self.adapter.diagonal_input() else Moment)(), Moment()
 
     def collect(self, x: Tensor, g: Tensor) -> int:
         """Rows of this call join what is pending, the same ones on both sides."""
@@ -61,11 +61,16 @@ class KroneckerBlock(Block):
         rows = self.adapter.count(self.module, g, sharing)
         drawn, weight = self.draw(rows, g.device)
         self._rows = rows
-        of_gradients.add(self.adapter.output_rows(self.module, x, g, sharing, drawn), weight)
+        of_gradients.add(self.adapter.output_rows(self.module, x, g, sharing, drawn), weight, source=g)
+        finished = self.adapter.input_moment(self.module, x, self.bias, sharing) if drawn is None else None
+        if finished is not None:
+            largest = peak(x).to(statistics_dtype(x))
+            of_inputs.add_finished(finished, largest.clamp_min(1.0) if self.bias else largest)  # a bias's input is one
+            return rows
         if self.adapter.diagonal_input():
             drawn, weight = None, 1.0  # counting all is cheaper than drawing
         for part in self.adapter.input_rows(self.module, x, self.bias, sharing, drawn):
-            of_inputs.add(part, weight)
+            of_inputs.add(part, weight, source=x)
         return rows
 
     def decompose(self, group: Group) -> None:

@@ -13,7 +13,7 @@ from rkfac.curvature.block.base import Block, Group, Settings
 from rkfac.curvature.block.direction import Direction
 from rkfac.curvature.decompose import Exact
 from rkfac.curvature.factor import DenseFactor, Factor
-from rkfac.curvature.statistics import Moment
+from rkfac.curvature.moment import Moment
 from rkfac.layers.base import UnitAdapter, statistics_dtype
 from rkfac.linalg import Whole
 
@@ -55,7 +55,7 @@ class UnitBlock(Block):
         rows = self.adapter.count(self.module, g, sharing)
         drawn, weight = self.draw(rows, g.device)
         u = self.adapter.unit_gradients(self.module, x, g, sharing, drawn)  # (n, units, k)
-        self.pending.moments[0].add(u.transpose(0, 1), weight)
+        self.pending.moments[0].add(u.transpose(0, 1), weight, source=g)
         return rows
 
     def decompose(self, group: Group) -> None:

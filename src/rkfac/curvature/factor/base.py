@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rkfac.curvature.decompose import Request
-from rkfac.curvature.statistics import Moment
+from rkfac.curvature.moment import Moment
 from rkfac.linalg import Diagonal, LowRank
 
 LOWEST_LEVEL = -400.0
@@ -171,10 +171,18 @@ class Factor(ABC, Generic[Low]):
     def _unpacked(self, tensors: Mapping[str, Any]) -> Refreshed[Low]:
         """And back, onto this factor's device."""
 
+    def _saved(self, value: Tensor) -> Tensor:
+        """The average as it is saved."""
+        return value
+
+    def _loaded(self, saved: Any) -> Tensor:
+        """And back, a copy on this factor's device."""
+        return restored(saved, self.shape, self._like, self._like.dtype)
+
     def state_dict(self) -> dict[str, Any]:
         """Tensors and numbers only."""
         return {
-            "value": self._value,
+            "value": None if self._value is None else self._saved(self._value),
             "level": self._level,
             "weight": self._weight,
             "identity": self._identity,
@@ -184,13 +192,7 @@ class Factor(ABC, Generic[Low]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state, on this factor's own device; refuses what does not fit or is not finite."""
-        value = state["value"]
-        like = self._zero() if value is not None else None
-        if like is not None:
-            if not isinstance(value, Tensor) or value.shape != like.shape:
-                shape = tuple(value.shape) if isinstance(value, Tensor) else value
-                raise ValueError(f"the saved factor has shape {shape}, this model needs {tuple(like.shape)}")
-            value = _finite(value).to(like, copy=True)
+        value = None if state["value"] is None else self._loaded(state["value"])
         numbers = {key: float(state[key]) for key in ("level", "weight", "identity")}
         if (
             any(math.isnan(n) or n == math.inf for n in numbers.values())

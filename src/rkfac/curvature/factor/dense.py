@@ -11,7 +11,9 @@ from torch import Tensor
 
 from rkfac.curvature.decompose import Request
 from rkfac.curvature.factor.base import Factor, Refreshed, restored
+from rkfac.curvature.moment import Moment
 from rkfac.linalg import LowRank
+from rkfac.linalg.symmetric import folded, folded_shape, mirror, unfolded
 
 SMALL_DAMPING = 5e-4  # in units of the largest eigenvalue: below it a refresh works and keeps its basis in float64
 LARGEST_SHIFT = 2.0**100  # beyond it a matrix with entries of about one vanishes beside the identity
@@ -20,19 +22,35 @@ LARGEST_SHIFT = 2.0**100  # beyond it a matrix with entries of about one vanishe
 class DenseFactor(Factor[LowRank]):
     """`shape` is (d,) or (groups, d)."""
 
+    _mirrored = True
+
     def _zero(self) -> Tensor:
         return self._like.new_zeros(*self.shape, self.shape[-1])
 
+    def take(self, moment: Moment, decay: float) -> None:
+        """Only the upper triangle; nobody reads the other one before it is mirrored."""
+        super().take(moment, decay)
+        self._mirrored = False
+
+    def _symmetric(self) -> Tensor:
+        """The value, symmetric to the last bit, whatever its precision: mirrored once for many updates."""
+        if self._value is None:
+            return self._zero()
+        if not self._mirrored:
+            mirror(self._value)
+            self._mirrored = True
+        return self._value
+
     def refresh(self, request: Request) -> Refreshed[LowRank]:
         """A strategy decomposes the value; units and the identity are put back afterwards."""
-        assert self._value is not None
+        value = self._symmetric()
         unit, identity = 2.0**self._exponent, self._identity
         inside = min(identity / unit, LARGEST_SHIFT) if self.start.sketched and identity else 0.0
         if inside == LARGEST_SHIFT:
             unit = identity / inside
         request = replace(
             request,
-            matrix=self._value,
+            matrix=value,
             start=self._refreshed.low.U if self._refreshed is not None else None,
             shift=inside,
             # The identity that is kept apart damps like the damping itself.
@@ -40,8 +58,7 @@ class DenseFactor(Factor[LowRank]):
             damping=request.damping if request.relative else request.damping / unit,
         )
         if self._ill_conditioned(request):
-            wide = self._value.double()
-            request = replace(request, matrix=(wide + wide.mT) / 2)  # what is symmetric to float32 is not to float64
+            request = replace(request, matrix=value.double())
         low = request.strategy.decompose(request)
         low = low.shifted(0.0 if self.start.sketched else identity, scale=unit)
         trace = self.trace()
@@ -50,15 +67,14 @@ class DenseFactor(Factor[LowRank]):
 
     def _ill_conditioned(self, request: Request) -> bool:
         """Whether the damping in force is so small that eigenvectors of float32 are not good enough for it."""
-        assert self._value is not None
         # At most; its entries are about one, so that no square overflows.
-        largest = float(torch.linalg.vector_norm(self._value, dim=(-2, -1)).amax())
+        largest = float(torch.linalg.vector_norm(request.X, dim=(-2, -1)).amax())
         damping = request.offset + request.shift + (0.0 if request.relative else request.damping)
         return damping + (request.damping * largest if request.relative else 0.0) < SMALL_DAMPING * largest
 
     def dense(self) -> Tensor:
         """2^exponent * value + identity * I."""
-        value = (self._zero() if self._value is None else self._value).double() * 2.0**self._exponent
+        value = self._symmetric().double() * 2.0**self._exponent
         value.diagonal(dim1=-2, dim2=-1).add_(self._identity)
         return value
 
@@ -81,6 +97,14 @@ class DenseFactor(Factor[LowRank]):
     def basis_nbytes(self) -> int:
         """Memory of the kept eigenvectors."""
         return 0 if self._refreshed is None else self._refreshed.low.U.nbytes
+
+    def _saved(self, value: Tensor) -> Tensor:
+        """Half of it."""
+        return folded(value)
+
+    def _loaded(self, saved: Any) -> Tensor:
+        d, like = self.shape[-1], self._like
+        return unfolded(restored(saved, (*self.shape[:-1], *folded_shape(d)), like, like.dtype), d)
 
     def _packed(self, refreshed: Refreshed[LowRank]) -> dict[str, Tensor | None]:
         low = refreshed.low

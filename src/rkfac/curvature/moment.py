@@ -1,0 +1,244 @@
+"""Second moments of the rows that one step tells about, until they enter a running average.
+
+Products are formed in units of a power of two near the largest entry, so that squares of gradients of 1e-20 and of inputs
+of 1e+20 are still numbers; the powers themselves are plain integers once a step has read them.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rkfac.linalg import peak
+from rkfac.linalg.symmetric import add_gram, add_strips, gram, strip_elements, strips_of
+
+# So that the unit itself is a number in the rows' precision, and its square one in float64.
+LARGEST_EXPONENT = {torch.float32: 120, torch.float64: 480}
+ORDINARY = 24  # binary exponents of rows that can be squared as they are: 2^48 is far from any end of float32
+CHUNK = 1 << 23  # elements of rows that are multiplied by their unit at once: 32 MB in float32
+SMALL = 1 << 17  # elements of rows that are kept though their sum would take less: one product, later
+
+
+def unit(peak: Tensor) -> Tensor:
+    """The power of two that brings a largest entry near one, on its device: nobody waits for it."""
+    bounded = peak.clamp(2.0 ** -LARGEST_EXPONENT[peak.dtype], 2.0 ** LARGEST_EXPONENT[peak.dtype])
+    return torch.frexp(bounded).mantissa / bounded
+
+
+def _exponent(peak: float, dtype: torch.dtype) -> int:
+    """The same as a number: `unit` is 2 to the power of minus this."""
+    largest = LARGEST_EXPONENT[dtype]
+    return math.frexp(min(max(peak, 2.0**-largest), 2.0**largest))[1]
+
+
+class _Part(ABC):
+    """A summand of a moment; what the host has read of it are its largest entry and the unit of its products."""
+
+    exponent = 0  # of about its largest row
+    unit_exponent = 0
+
+    @abstractmethod
+    def readings(self) -> list[Tensor]:
+        """Numbers whose largest magnitude is that of its rows, NaN or Inf if there is one."""
+
+    @abstractmethod
+    def settle(self, largest: float) -> None:
+        """Take what `readings` were."""
+
+    @abstractmethod
+    def blend_into(self, value: Tensor, keep: float, take: float) -> None:
+        """value <- keep * value + take * this, in units of 2^unit_exponent."""
+
+
+@dataclass(eq=False)
+class _Rows(_Part):
+    """Rows of one weight, as they are until the step: one fused product updates the average in place."""
+
+    rows: Tensor
+    weight: float
+
+    def readings(self) -> list[Tensor]:
+        return list(torch.aminmax(self.rows))
+
+    def settle(self, largest: float) -> None:
+        self.exponent = _exponent(largest, self.rows.dtype)
+        self.unit_exponent = 0 if abs(self.exponent) <= ORDINARY else self.exponent
+
+    def blend_into(self, value: Tensor, keep: float, take: float) -> None:
+        rows = self.rows if self.unit_exponent == 0 else self.rows * 2.0**-self.unit_exponent
+        add_gram(strips_of(value), rows.to(value), keep, take * self.weight)
+
+
+@dataclass(eq=False)
+class _Sum(_Part):
+    """The second moment of all rows so far in strips, that is half of a matrix, in units of their largest entry.
+
+    It cannot go into the average at once: until the step it may still turn out not to be finite, or be dropped.
+    """
+
+    strips: list[Tensor]
+    largest: Tensor
+
+    def add(self, rows: Tensor, weight: float) -> None:
+        """Some more rows, in the larger of the two units."""
+        add_gram(self.strips, rows * self._widened(peak(rows)), 1.0, weight)
+
+    def join(self, strips: Sequence[Tensor], largest: Tensor) -> None:
+        """Another sum, cut alike, in units of its own largest entry."""
+        factor = (self._widened(largest) / unit(largest)).square()
+        for own, other in zip(self.strips, strips, strict=True):
+            own.addcmul_(other, factor)
+
+    def _widened(self, largest: Tensor) -> Tensor:
+        """Go over to the unit for a new largest entry."""
+        before, self.largest = unit(self.largest), torch.maximum(self.largest, largest)
+        now = unit(self.largest)
+        for strip in self.strips:
+            strip.mul_((now / before).square())
+        return now
+
+    def readings(self) -> list[Tensor]:
+        return [self.largest]  # finite rows in units of their largest have finite sums
+
+    def settle(self, largest: float) -> None:
+        self.exponent = self.unit_exponent = _exponent(largest, self.largest.dtype)
+
+    def blend_into(self, value: Tensor, keep: float, take: float) -> None:
+        add_strips(value, self.strips, keep, take)
+
+
+@dataclass(eq=False)
+class _Diagonal(_Part):
+    """A diagonal that is only added up; counts need no units."""
+
+    values: Tensor
+
+    def readings(self) -> list[Tensor]:
+        return list(torch.aminmax(self.values))
+
+    def settle(self, largest: float) -> None:
+        pass
+
+    def blend_into(self, value: Tensor, keep: float, take: float) -> None:
+        value.mul_(keep).add_(self.values.to(value), alpha=take)
+
+
+class Moment:
+    """sum w r r^T over the rows seen since the last step; moments add up, `add` takes more rows of one weight w.
+
+    Rows are kept while they take no more memory than their sum (or little of it), and summed up from then on. Only the
+    upper triangle of a value that a moment was blended into is right.
+    """
+
+    def __init__(self) -> None:
+        self.scale = 1.0  # what turns the sum into the factor, set by `Statistics.settle`
+        self._kept: list[_Rows] = []
+        self._sum: _Sum | None = None
+        self._finished: _Sum | None = None  # cut otherwise than sums of rows
+        self._elements = 0
+        self._numbers: list[int] = []
+        self._dead = False
+
+    def add(self, rows: Tensor, weight: float = 1.0, source: Tensor | None = None) -> None:
+        """Take rows (..., n, d); rows that stand for others as well weigh more than one.
+
+        Kept rows are copied unless they are known not to lie in the memory of the `source` they were made from: that
+        may change before the step, as an input buffer used again or an output gradient that became some .grad does.
+        """
+        self._elements += rows.numel()
+        room = rows.shape[:-2].numel() * strip_elements(rows.shape[-1])
+        if self._sum is None and self._elements <= max(room, SMALL):
+            owned = source is not None and not _share_memory(rows, source)
+            self._kept.append(_Rows(rows if owned else rows.clone(), weight))
+            return
+        kept, self._kept = self._kept, []
+        for part in [*kept, _Rows(rows, weight)]:
+            chunk = max(1, CHUNK * part.rows.shape[-2] // part.rows.numel())
+            for some in part.rows.split(chunk, dim=-2):
+                self._add_to_sum(some, part.weight)
+
+    def _add_to_sum(self, rows: Tensor, weight: float) -> None:
+        if self._sum is not None:
+            self._sum.add(rows, weight)
+            return
+        largest = peak(rows)
+        self._sum = _Sum(gram(rows * unit(largest), weight), largest)
+
+    def add_finished(self, made: Callable[[Tensor], list[Tensor]], largest: Tensor) -> None:
+        """Take a second moment made without rows, in strips; `largest` is the largest entry that rows would have had."""
+        strips = made(unit(largest))
+        if self._finished is None:
+            self._finished = _Sum(strips, largest)
+        else:
+            self._finished.join(strips, largest)
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers `readings` were."""
+        return sum(self._numbers)
+
+    @property
+    def _parts(self) -> list[_Part]:
+        return [*self._kept, *(part for part in (self._sum, self._finished) if part is not None)]
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was added."""
+        return not self._parts
+
+    def readings(self) -> list[Tensor]:
+        """Numbers the host must know before the moment can be used."""
+        readings = [part.readings() for part in self._parts]
+        self._numbers = [len(own) for own in readings]
+        return [number for own in readings for number in own]
+
+    def settle(self, numbers: Sequence[float]) -> bool:
+        """Take what `readings` were; whether everything is finite."""
+        if not all(map(math.isfinite, numbers)):
+            return False
+        self._dead = not any(numbers)
+        at = 0
+        for part, count in zip(self._parts, self._numbers, strict=True):
+            part.settle(max(map(abs, numbers[at : at + count])))
+            at += count
+        return True
+
+    @property
+    def level(self) -> float:
+        """Binary logarithm of about the largest entry of the scaled moment; -inf when all rows were zero."""
+        return -math.inf if self._dead else math.log2(self.scale) + 2 * max(part.exponent for part in self._parts)
+
+    def blend_into(self, value: Tensor, keep: float, take: float, exponent: int) -> None:
+        """value <- keep * value + take * scale * moment, in place, the value being in units of 2^exponent."""
+        if self._dead:
+            value.mul_(keep)
+            return
+        for part in self._parts:
+            part.blend_into(value, keep, take * self.scale * 2.0 ** (2 * part.unit_exponent - exponent))
+            keep = 1.0
+
+
+class DiagonalMoment(Moment):
+    """The diagonal of a sum over one-hot rows: counts, which are only added up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._counts: _Diagonal | None = None
+
+    def add(self, rows: Tensor, weight: float = 1.0, source: Tensor | None = None) -> None:
+        """Take a diagonal (d,)."""
+        values = rows if weight == 1.0 else rows * weight
+        self._counts = _Diagonal(values if self._counts is None else values + self._counts.values)
+
+    @property
+    def _parts(self) -> list[_Part]:
+        return [] if self._counts is None else [self._counts]
+
+
+def _share_memory(rows: Tensor, source: Tensor) -> bool:
+    return rows.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
