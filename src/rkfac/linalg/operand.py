@@ -57,6 +57,10 @@ class Operand:
             self._refuse()
         return (C + C.mT) / 2
 
+    def check(self, Q: Tensor, Z: Tensor, columns: int = 16) -> None:
+        """The refusals of `projection` for those who need no projection: the last columns, fresh ones, are enough."""
+        self.projection(Q[..., -columns:], Z[..., -columns:])
+
     def trace(self) -> Tensor:
         """In float64: the sum of d large entries may leave float32's range."""
         values = self.X.diagonal(dim1=-2, dim2=-1).double() + self.shift

@@ -19,7 +19,7 @@ from rkfac.linalg.operand import Operand
 from rkfac.linalg.orthonormal import column_scale, orthonormal
 from rkfac.linalg.shapes import Float
 
-Extraction = Callable[[Tensor, Tensor, Tensor, int, str], tuple[Tensor, Tensor]]
+Extraction = Callable[[Operand, Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
 
 def rsvd(
@@ -128,25 +128,27 @@ def _decompose(
     operand = Operand.of(X, shift, name)
     Q = range_basis(operand, width, power_iterations, start, generator)
     Z = operand @ Q
-    low = LowRank(*extract(Q, Z, operand.projection(Q, Z), rank, name))
+    low = LowRank(*extract(operand, Q, Z, rank))
     return operand.unscaled(low.with_trace(operand.trace()) if tail == "trace" else low)
 
 
-def _rayleigh_ritz(Q: Tensor, Z: Tensor, C: Tensor, rank: int, name: str) -> tuple[Tensor, Tensor]:
+def _rayleigh_ritz(operand: Operand, Q: Tensor, Z: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Eigenpairs of P X P with P = Q Q^T."""
-    theta, Y = lapack.eigenpairs(C, name)
+    theta, Y = lapack.eigenpairs(operand.projection(Q, Z), operand.name)
     return Q @ Y[..., :rank], theta[..., :rank].clamp_min(0)
 
 
-def _right_singular(Q: Tensor, Z: Tensor, C: Tensor, rank: int, name: str) -> tuple[Tensor, Tensor]:
+def _right_singular(operand: Operand, Q: Tensor, Z: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Right singular pairs of B = Z^T, through Z = Q_Z R_Z so that the condition number is not squared."""
-    basis, R = orthonormal(Z, name)
-    left, sigma = lapack.left_singular(R, name)
+    operand.check(Q, Z)
+    basis, R = orthonormal(Z, operand.name)
+    left, sigma = lapack.left_singular(R, operand.name)
     return basis @ left[..., :rank], sigma[..., :rank]
 
 
-def _shifted_nystrom(Q: Tensor, Z: Tensor, C: Tensor, rank: int, name: str) -> tuple[Tensor, Tensor]:
+def _shifted_nystrom(operand: Operand, Q: Tensor, Z: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Eigenpairs of Z C^-1 Z^T; a shift of rounding size keeps C positive definite and is subtracted again."""
+    C, name = operand.projection(Q, Z), operand.name
     shift = Z.shape[-2] ** 0.5 * torch.finfo(Z.dtype).eps * torch.linalg.matrix_norm(Z)
     shift = shift.clamp_min(torch.finfo(Z.dtype).tiny ** 0.5)[..., None, None]
     eye = torch.eye(C.shape[-1], dtype=C.dtype, device=C.device)
