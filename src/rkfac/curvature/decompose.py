@@ -17,6 +17,8 @@ from rkfac import linalg
 from rkfac.linalg import LowRank
 from rkfac.linalg.checks import require_positive
 
+EXACT_UP_TO = 256  # rows; measured, see docs/choosing.md
+
 
 @dataclass(frozen=True, eq=False)
 class Request:
@@ -68,14 +70,20 @@ class Exact(Decomposition):
 
 @dataclass(frozen=True)
 class _Sketched(Decomposition):
-    """A sketch of fixed or automatic rank, cold or warm-started."""
+    """A sketch of fixed or automatic rank, cold or warm-started.
+
+    An automatic rank keeps what `share` asks for, at most `max_rank`, and is exact where that is cheaper than a sketch.
+    """
 
     rank: int | str | None = None
     oversampling: int | None = None
     power_iterations: int | None = None
     warm_start: bool | None = None
     share: float = 0.1
+    max_rank: int | None = 256
     method: ClassVar[Callable[..., LowRank]]
+    # Whether the extraction turns to X Q and does not stay in Q: a start then needs no power iterations of its own.
+    beyond_its_range: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.rank is not None and self.rank != "auto":
@@ -85,6 +93,8 @@ class _Sketched(Decomposition):
         for argument in ("oversampling", "power_iterations"):
             if (value := getattr(self, argument)) is not None:
                 require_positive(value, argument, least=0)
+        if self.max_rank is not None:
+            require_positive(self.max_rank, "max_rank")
         if self.warm_start not in (None, True, False):
             raise ValueError(f"warm_start must be True or False, got {self.warm_start!r}")
         if not 0 < self.share < 1:
@@ -118,8 +128,11 @@ class _Sketched(Decomposition):
             method=method,
             relative=request.relative,
             share=self.share,
+            max_rank=self.max_rank,
+            exact_up_to=EXACT_UP_TO,
             oversampling=oversampling,
             power_iterations=power_iterations,
+            keep_start=type(self).beyond_its_range,
             start=start,
             tail=request.tail,
             generator=request.generator,
@@ -139,6 +152,8 @@ class RSVD(_Sketched):
 @dataclass(frozen=True)
 class SREVD(_Sketched):
     """Symmetric randomized EVD (paper's Algorithm 3): SRE-KFAC."""
+
+    beyond_its_range = False
 
     method = staticmethod(linalg.srevd)
 
