@@ -207,14 +207,14 @@ def test_adaptive_with_a_shift_equals_the_shifted_matrix() -> None:
 
 def test_a_matrix_that_is_decomposed_exactly_is_cut_like_any_other() -> None:
     X = psd(120, decay=0.9)
-    low = linalg.adaptive(X, 0.1, exact_up_to=120, tail="trace")
+    low = linalg.adaptive(X, 0.1, exact_if_cheaper=True, tail="trace")
     values = torch.linalg.eigvalsh(X).flip(-1)
     needed = linalg.sufficient_rank(values, 0.1 * float(values[0]), trace=float(X.trace()), d=120)
     assert low.rank == needed < 60
     torch.testing.assert_close(low.s, values[:needed])
     assert float(low.trace()) == pytest.approx(float(X.trace()))
-    assert linalg.adaptive(X, 0.1, exact_up_to=120, max_rank=7).rank == 7
-    assert linalg.adaptive(torch.eye(5, dtype=torch.float64), 1e-3, exact_up_to=5).rank == 5
+    assert linalg.adaptive(X, 0.1, exact_if_cheaper=True, max_rank=7).rank == 7
+    assert linalg.adaptive(torch.eye(5, dtype=torch.float64), 1e-3, exact_if_cheaper=True).rank == 5
 
 
 @pytest.mark.parametrize("method", [linalg.nystrom, linalg.rsvd], ids=lambda f: f.__name__)

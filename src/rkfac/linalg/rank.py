@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rkfac.linalg.checks import require_positive
+from rkfac.linalg.cost import exact_is_cheaper
 from rkfac.linalg.exact import eigh
 from rkfac.linalg.lowrank import LowRank
 from rkfac.linalg.operand import Operand
@@ -74,7 +75,7 @@ def adaptive(
     share: float = 0.1,
     first_rank: int = 64,
     max_rank: int | None = None,
-    exact_up_to: int = 0,
+    exact_if_cheaper: bool = False,
     oversampling: int = 10,
     power_iterations: int = 1,
     keep_start: bool = False,
@@ -92,8 +93,8 @@ def adaptive(
     needed is cut off, but a rank within one twentieth of what is needed is left alone, so that modes at the threshold do
     not make it swing; where nothing changed one sketch is made. `relative` measures the damping in units of the largest
     eigenvalue. `offset` is a multiple of the identity that stands beside the decomposed matrix and damps as well.
-    With `keep_start` (see `rsvd`) a warm sketch costs little more than one product. A matrix of up to `exact_up_to` rows
-    is decomposed exactly before it is cut.
+    With `keep_start` (see `rsvd`) a warm sketch costs little more than one product. `exact_if_cheaper` decomposes exactly,
+    and cuts afterwards, where `linalg/cost.py` holds that for cheaper.
     """
     require_positive(first_rank, "first_rank")
     if max_rank is not None:
@@ -110,7 +111,8 @@ def adaptive(
         sketch["keep_start"] = True
     while True:
         width = rank + max(oversampling, 1, rank // (8 if keep_start else 20))
-        if d <= exact_up_to:
+        powers = 0 if keep_start and start is not None else power_iterations
+        if exact_if_cheaper and exact_is_cheaper(d, width, powers):
             low = eigh(X, tail=tail, name=name, shift=shift)
         else:
             low = method(X, width, 0, power_iterations, start=start, **sketch)
