@@ -41,12 +41,16 @@ class Settings:
     sampled: bool
     start: Start
     eager_start: bool
+    stagger: bool
     max_failures: int
     randomness: Randomness
 
-    def due(self, step: int, period: int) -> bool:
-        """Whether a period is over; with `eager_start` also when half of the age has passed, while that is shorter."""
-        return step % period == 0 or (self.eager_start and step // 2 < period and _young(step))
+    def due(self, step: int, period: int, offset: int = 0) -> bool:
+        """Whether a period is over; with `eager_start` also when half of the age has passed, while that is shorter.
+
+        The periods of a layer end at `offset`, when the layers take turns; while young all are due together.
+        """
+        return step % period == offset or (self.eager_start and step // 2 < period and _young(step))
 
     def request(self, group: Group, layer: str, side: str, number: int, damping: tuple[float, bool]) -> Request:
         """What a decomposition is asked for under a group's present settings; `number` counts the refreshes."""
