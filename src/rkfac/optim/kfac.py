@@ -48,7 +48,9 @@ class KFAC(CurvatureOptimizer):
       eager_start       statistics and inverses in the first steps too, each time half of the steps so far have passed
       stagger           layers take turns within inverse_every, so that no step waits for all inverses; those of the first
                         steps come together all the same
-      rank*, oversampling*, power_iterations*        [r, r_l, n_pwr-it] of sketched decompositions; rank may be "auto"
+      rank*, oversampling*, power_iterations*        [r, r_l, n_pwr-it] of sketched decompositions; rank may be "auto":
+                        what the damping leaves visible, at most 256 (RSVD(max_rank=...)); then a warm start stands for the
+                        power iterations of its columns, and fresh ones alone take them (not in SREVD)
       tail              what replaces the discarded spectrum: "zero" (paper) or "trace" (a constant preserving it)
       warm_start        start each sketch from the previous basis
       update_clip*      largest RMS of a layer's update; kl_clip* bound on sum lr^2 <S, J> over all layers; None: off
