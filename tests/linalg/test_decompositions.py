@@ -53,6 +53,41 @@ def test_the_range_finder_spans_what_the_paper_multiplies(q: int) -> None:
     torch.testing.assert_close(Q @ Q.mT, naive_range @ naive_range.mT, rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.parametrize("q", [0, 1, 3])
+def test_a_kept_start_is_joined_by_fresh_columns_that_alone_were_multiplied(q: int) -> None:
+    X, g = psd(40, decay=0.9), torch.Generator().manual_seed(2)
+    start = torch.linalg.qr(torch.randn(40, 4, dtype=torch.float64, generator=g))[0]
+    omega = torch.randn(40, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    joined = torch.cat([start, torch.linalg.matrix_power(X, q) @ omega], dim=-1)
+    # Each product leaves the start's share of the new columns behind, which a product of that share would not.
+    deflate = torch.eye(40, dtype=torch.float64) - start @ start.mT
+    if q > 1:
+        joined = torch.cat([start, torch.linalg.matrix_power(deflate @ X, q) @ omega], dim=-1)
+    naive_range = torch.linalg.qr(joined)[0]
+    operand = Operand.of(X, 0.0, "X")
+    Q = sketch.range_basis(operand, 7, q, start, torch.Generator().manual_seed(3), keep_start=True)
+    torch.testing.assert_close(Q @ Q.mT, naive_range @ naive_range.mT, rtol=1e-8, atol=1e-10)
+
+
+class Products(Operand):
+    """An operand that counts the columns it is multiplied by."""
+
+    columns = 0
+
+    def __matmul__(self, Q: torch.Tensor) -> torch.Tensor:
+        type(self).columns += Q.shape[-1]
+        return super().__matmul__(Q)
+
+
+def test_a_kept_start_costs_one_product_and_the_fresh_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    X = psd(100)
+    monkeypatch.setattr(sketch, "Operand", Products)
+    for keep, expected in ((False, 2 * 20), (True, 20 + 6)):
+        monkeypatch.setattr(Products, "columns", 0)
+        linalg.rsvd(X, 14, 6, 1, start=torch.eye(100, dtype=X.dtype)[:, :14], keep_start=keep)
+        assert Products.columns == expected
+
+
 @pytest.mark.parametrize("method", ALL)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("d", [1, 2, 7, 40])
@@ -336,8 +371,10 @@ def test_at_least_one_column_in_twenty_of_a_warm_sketch_is_fresh(monkeypatch: py
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("method", SKETCHES)
-@pytest.mark.parametrize("q", [0, 2])
-def test_bases_are_orthonormal_for_any_spectrum_and_any_start(method: str, q: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("q", "keep"), [(0, False), (2, False), (1, True)])
+def test_bases_are_orthonormal_for_any_spectrum_and_any_start(
+    method: str, q: int, keep: bool, dtype: torch.dtype
+) -> None:
     d, rank = 100, 12
     g = torch.Generator().manual_seed(5)
     rows = torch.randn(20, d, dtype=torch.float64, generator=g)
@@ -364,7 +401,14 @@ def test_bases_are_orthonormal_for_any_spectrum_and_any_start(method: str, q: in
     for (what, X), (how, start) in itertools.product(matrices.items(), starts.items()):
         X = ((X + X.mT) / 2).to(dtype)
         low = SKETCHES[method](
-            X, rank, 4, q, start=None if start is None else start.to(dtype), tail="trace", generator=g
+            X,
+            rank,
+            4,
+            q,
+            start=None if start is None else start.to(dtype),
+            tail="trace",
+            generator=g,
+            keep_start=keep,
         )
         assert bool(torch.isfinite(low.s).all()), (what, how)
         off = float((low.U.mT @ low.U - torch.eye(rank, dtype=dtype)).abs().max())

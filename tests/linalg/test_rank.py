@@ -203,3 +203,36 @@ def test_adaptive_with_a_shift_equals_the_shifted_matrix() -> None:
     )
     assert shifted.rank == explicit.rank
     torch.testing.assert_close(shifted.dense(), explicit.dense())
+
+
+def test_a_matrix_that_is_decomposed_exactly_is_cut_like_any_other() -> None:
+    X = psd(120, decay=0.9)
+    low = linalg.adaptive(X, 0.1, exact_if_cheaper=True, tail="trace")
+    values = torch.linalg.eigvalsh(X).flip(-1)
+    needed = linalg.sufficient_rank(values, 0.1 * float(values[0]), trace=float(X.trace()), d=120)
+    assert low.rank == needed < 60
+    torch.testing.assert_close(low.s, values[:needed])
+    assert float(low.trace()) == pytest.approx(float(X.trace()))
+    assert linalg.adaptive(X, 0.1, exact_if_cheaper=True, max_rank=7).rank == 7
+    assert linalg.adaptive(torch.eye(5, dtype=torch.float64), 1e-3, exact_if_cheaper=True).rank == 5
+
+
+@pytest.mark.parametrize("method", [linalg.nystrom, linalg.rsvd], ids=lambda f: f.__name__)
+def test_a_kept_start_follows_a_drifting_matrix_nearly_as_well_as_full_power_iterations(
+    method: Callable[..., LowRank],
+) -> None:
+    """A fifth of the matrix is replaced between refreshes: no smaller ranks, and at most a hundredth of the trace less."""
+    d, results = 300, {}
+    for keep in (False, True):
+        X, low, g = psd(d, decay=0.97), None, torch.Generator().manual_seed(0)
+        results[keep] = []
+        for i in range(6):
+            X = 0.8 * X + 0.2 * psd(d, decay=0.95, seed=10 + i)
+            damping = float(X.diagonal().mean())
+            start = None if low is None else low.U
+            keywords: dict[str, Any] = {"method": method, "relative": False, "tail": "trace", "keep_start": keep}
+            low = linalg.adaptive(X, damping, start=start, generator=g, **keywords)
+            results[keep].append((low.rank, float(low.s.sum() / X.trace())))
+    for (full_rank, full), (rank, captured) in zip(results[False], results[True], strict=True):
+        assert rank >= full_rank
+        assert captured >= full - 0.01

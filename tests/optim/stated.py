@@ -16,6 +16,7 @@ STATED: dict[str, Any] = {
     "inverse_every": 50,
     "factor_start": "unbiased",
     "eager_start": False,
+    "stagger": False,
     "rank": 220,
     "oversampling": 10,
     "power_iterations": 1,

@@ -75,6 +75,7 @@ def test_the_classical_recipe_draws_from_the_named_likelihood() -> None:
         ({"power_iterations": 1.5}, "power_iterations"),
         ({"warm_start": "yes"}, "warm_start"),
         ({"share": 1.0}, "share"),
+        ({"max_rank": 0}, "max_rank"),
     ],
 )
 def test_a_strategy_refuses_nonsense_by_name(keywords: dict[str, Any], argument: str) -> None:
@@ -99,3 +100,22 @@ def test_auto_refuses_nonsense_and_chooses_by_size() -> None:
 def test_an_include_pattern_that_matches_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match=r"include='encoder\.\*' matches no module"):
         rkfac.KFAC(nn.Sequential(nn.Linear(3, 2)), include=("encoder.*",))
+
+
+@pytest.mark.parametrize(("rank", "width", "exact"), [(8, 100, True), (8, 400, False), (220, 400, True)])
+def test_auto_sketches_where_that_is_cheaper(
+    rank: int, width: int, exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sketched = []
+    genuine = rkfac.Nystrom.method
+
+    def recorded(*args: Any, **keywords: Any) -> Any:
+        sketched.append(keywords["name"])
+        return genuine(*args, **keywords)
+
+    monkeypatch.setattr(rkfac.Nystrom, "method", staticmethod(recorded))
+    model = nn.Linear(width, 3, bias=False)
+    optimizer = rkfac.KFAC(model, decomposition=rkfac.Auto(), rank=rank)
+    model(torch.randn(50, width)).square().mean().backward()
+    optimizer.step()
+    assert (not sketched) == exact

@@ -16,6 +16,7 @@ from torch import Tensor
 from rkfac import linalg
 from rkfac.linalg import LowRank
 from rkfac.linalg.checks import require_positive
+from rkfac.linalg.cost import exact_is_cheaper
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +57,10 @@ class Decomposition(ABC):
     def decompose(self, request: Request) -> LowRank:
         """Eigenpairs of the request's matrix; DecompositionError when that fails."""
 
+    def exact_is_cheaper(self, request: Request) -> bool:
+        """Whether the full eigendecomposition would take less time, by a fixed model."""
+        return False
+
 
 @dataclass(frozen=True)
 class Exact(Decomposition):
@@ -68,14 +73,20 @@ class Exact(Decomposition):
 
 @dataclass(frozen=True)
 class _Sketched(Decomposition):
-    """A sketch of fixed or automatic rank, cold or warm-started."""
+    """A sketch of fixed or automatic rank, cold or warm-started.
+
+    An automatic rank keeps what `share` asks for, at most `max_rank`, and is exact where that is cheaper than a sketch.
+    """
 
     rank: int | str | None = None
     oversampling: int | None = None
     power_iterations: int | None = None
     warm_start: bool | None = None
     share: float = 0.1
+    max_rank: int | None = 256
     method: ClassVar[Callable[..., LowRank]]
+    # Whether the extraction turns to X Q and does not stay in Q: a start then needs no power iterations of its own.
+    beyond_its_range: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.rank is not None and self.rank != "auto":
@@ -85,10 +96,21 @@ class _Sketched(Decomposition):
         for argument in ("oversampling", "power_iterations"):
             if (value := getattr(self, argument)) is not None:
                 require_positive(value, argument, least=0)
+        if self.max_rank is not None:
+            require_positive(self.max_rank, "max_rank")
         if self.warm_start not in (None, True, False):
             raise ValueError(f"warm_start must be True or False, got {self.warm_start!r}")
         if not 0 < self.share < 1:
             raise ValueError(f"share must lie between 0 and 1, got {self.share}")
+
+    def exact_is_cheaper(self, request: Request) -> bool:
+        """By the width of the sketch; an automatic rank finds out by itself, and cuts what is not needed."""
+        rank = request.rank if self.rank is None else self.rank
+        if not isinstance(rank, int):
+            return False
+        oversampling = request.oversampling if self.oversampling is None else self.oversampling
+        power_iterations = request.power_iterations if self.power_iterations is None else self.power_iterations
+        return exact_is_cheaper(request.X.shape[-1], rank + oversampling, power_iterations)
 
     def decompose(self, request: Request) -> LowRank:
         """Sketch the matrix, from the previous basis where a warm start is wanted."""
@@ -118,8 +140,11 @@ class _Sketched(Decomposition):
             method=method,
             relative=request.relative,
             share=self.share,
+            max_rank=self.max_rank,
+            exact_if_cheaper=True,
             oversampling=oversampling,
             power_iterations=power_iterations,
+            keep_start=type(self).beyond_its_range,
             start=start,
             tail=request.tail,
             generator=request.generator,
@@ -140,6 +165,8 @@ class RSVD(_Sketched):
 class SREVD(_Sketched):
     """Symmetric randomized EVD (paper's Algorithm 3): SRE-KFAC."""
 
+    beyond_its_range = False
+
     method = staticmethod(linalg.srevd)
 
 
@@ -152,17 +179,22 @@ class Nystrom(_Sketched):
 
 @dataclass(frozen=True)
 class Auto(Decomposition):
-    """Exact for small factors, where LAPACK is cheapest, and `large` (warm-started Nystrom) for the others."""
+    """Exact where that is cheapest, and `large` (warm-started Nystrom) for the wider factors.
 
-    exact_up_to: int = 512
+    By a fixed model of the cost (`linalg/cost.py`), or up to a given width.
+    """
+
+    exact_up_to: int | None = None
     large: Decomposition = Nystrom(warm_start=True)
 
     def __post_init__(self) -> None:
-        require_positive(self.exact_up_to, "exact_up_to", least=0)
+        if self.exact_up_to is not None:
+            require_positive(self.exact_up_to, "exact_up_to", least=0)
         if not isinstance(self.large, Decomposition):
             raise ValueError(f"large must be a strategy such as rkfac.Nystrom(), got {self.large!r}")
 
     def decompose(self, request: Request) -> LowRank:
         """By the factor's size."""
-        chosen = Exact() if request.X.shape[-1] <= self.exact_up_to else self.large
-        return chosen.decompose(request)
+        d = request.X.shape[-1]
+        exact = self.large.exact_is_cheaper(request) if self.exact_up_to is None else d <= self.exact_up_to
+        return (Exact() if exact else self.large).decompose(request)

@@ -57,6 +57,14 @@ class Operand:
             self._refuse()
         return (C + C.mT) / 2
 
+    def check(self, Q: Tensor, Z: Tensor, columns: int = 16) -> None:
+        """The refusals of `projection` for those who need no projection, seen on a few columns.
+
+        The first is among them, for it has the size of X, by which asymmetry is measured, and the last, which is fresh.
+        """
+        few = torch.linspace(0, Q.shape[-1] - 1, min(columns, Q.shape[-1]), device=Q.device).round().long()
+        self.projection(Q[..., few], Z[..., few])
+
     def trace(self) -> Tensor:
         """In float64: the sum of d large entries may leave float32's range."""
         values = self.X.diagonal(dim1=-2, dim2=-1).double() + self.shift

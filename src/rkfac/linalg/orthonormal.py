@@ -16,9 +16,10 @@ def orthonormal(
 ) -> tuple[Float[Tensor, "*batch d p"], Float[Tensor, "*batch p p"]]:
     """Y = Q R with orthonormal Q (d x p, p <= d), also when Y is rank deficient.
 
-    CholeskyQR2 is two Gram products and two triangular solves: half the time of Householder for tall Y on CPUs, far less
-    on GPUs. It squares the condition number, so columns are scaled to unit length first and its answer is taken only if
-    the first pass already came out nearly orthonormal; otherwise Householder, which is safe for any Y.
+    CholeskyQR2 is two Gram products and two triangular solves, one each where the columns are nearly orthogonal already:
+    half the time of Householder there and the same elsewhere on CPUs, far less on GPUs. It squares the condition number,
+    so columns are scaled to unit length first and its answer is taken only if the first pass already came out nearly
+    orthonormal; otherwise Householder, which is safe for any Y.
     """
     scale = column_scale(Y, name)
     Y = Y * scale
@@ -35,22 +36,28 @@ def column_scale(Y: Tensor, name: str) -> Tensor:
 
 
 def _cholesky_qr2(Y: Tensor, name: str = "the columns") -> tuple[Tensor, Tensor] | None:
-    """Two passes of Cholesky QR, or None when the first pass is too far from orthonormal to be repaired by the second."""
-    gram = Y.mT @ Y
-    length = gram.diagonal(dim1=-2, dim2=-1).sqrt()
-    if not bool((length > 0).all()):
-        return None
+    """Cholesky QR, twice unless the columns were nearly orthogonal from the start; None when two passes are not enough.
+
+    A pass leaves an error of rounding times the condition of its Gram matrix: where that is near the identity, as for a
+    warm start and for the product with one, the first pass is as good as Householder.
+    """
+    Q, R = Y, None
     try:
-        L = lapack.cholesky(gram / (length[..., :, None] * length[..., None, :]), name)
-        if L is None:
-            return None
-        R = L.mT * length[..., None, :]
-        Q = lapack.divide_upper(Y, R, name)
-        gram = Q.mT @ Q
-        excess = gram - torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-        if not bool((torch.linalg.matrix_norm(excess) < 0.1).all()):  # False for NaN as well
-            return None
-        L = lapack.cholesky(gram, name)
-        return None if L is None else (lapack.divide_upper(Q, L.mT, name), L.mT @ R)
+        for _ in range(2):
+            gram = Q.mT @ Q
+            length = gram.diagonal(dim1=-2, dim2=-1).sqrt()
+            if not bool((length > 0).all()):
+                return None
+            gram = gram / (length[..., :, None] * length[..., None, :])
+            excess = gram - torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+            near = bool((torch.linalg.matrix_norm(excess) < 0.1).all())  # False for NaN as well
+            L = lapack.cholesky(gram, name) if near or R is None else None
+            if L is None:
+                return None
+            factor = L.mT * length[..., None, :]
+            Q, R = lapack.divide_upper(Q, factor, name), factor if R is None else factor @ R
+            if near:
+                return Q, R
     except DecompositionError:
-        return None
+        pass
+    return None

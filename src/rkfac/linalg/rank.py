@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from rkfac.linalg.checks import require_positive
+from rkfac.linalg.cost import exact_is_cheaper
+from rkfac.linalg.exact import eigh
 from rkfac.linalg.lowrank import LowRank
 from rkfac.linalg.operand import Operand
 from rkfac.linalg.shapes import Float
@@ -73,8 +75,10 @@ def adaptive(
     share: float = 0.1,
     first_rank: int = 64,
     max_rank: int | None = None,
+    exact_if_cheaper: bool = False,
     oversampling: int = 10,
     power_iterations: int = 1,
+    keep_start: bool = False,
     start: Float[Tensor, "d k"] | None = None,
     tail: str = "zero",
     generator: torch.Generator | None = None,
@@ -89,22 +93,32 @@ def adaptive(
     needed is cut off, but a rank within one twentieth of what is needed is left alone, so that modes at the threshold do
     not make it swing; where nothing changed one sketch is made. `relative` measures the damping in units of the largest
     eigenvalue. `offset` is a multiple of the identity that stands beside the decomposed matrix and damps as well.
+    With `keep_start` (see `rsvd`) a warm sketch costs little more than one product. `exact_if_cheaper` decomposes exactly,
+    and cuts afterwards, where `linalg/cost.py` holds that for cheaper.
     """
     require_positive(first_rank, "first_rank")
     if max_rank is not None:
         require_positive(max_rank, "max_rank")
-    ceiling = X.shape[-1] if max_rank is None else min(max_rank, X.shape[-1])
+    d = X.shape[-1]
+    ceiling = d if max_rank is None else min(max_rank, d)
     rank = min(first_rank if start is None else start.shape[-1], ceiling)
     known = 0 if start is None else rank
     known_rest: dict[str, Any] = {}
     if tail == "trace":
-        known_rest = {"trace": float(X.diagonal().double().sum()) + shift * X.shape[-1], "d": X.shape[-1]}
+        known_rest = {"trace": float(X.diagonal().double().sum()) + shift * d, "d": d}
+    sketch: dict[str, Any] = {"tail": tail, "generator": generator, "name": name, "shift": shift}
+    if keep_start:
+        sketch["keep_start"] = True
     while True:
-        width = rank + max(oversampling, 1, rank // 20)
-        low = method(X, width, 0, power_iterations, start=start, tail=tail, generator=generator, name=name, shift=shift)
+        width = rank + max(oversampling, 1, rank // (8 if keep_start else 20))
+        powers = 0 if keep_start and start is not None else power_iterations
+        if exact_if_cheaper and exact_is_cheaper(d, width, powers):
+            low = eigh(X, tail=tail, name=name, shift=shift)
+        else:
+            low = method(X, width, 0, power_iterations, start=start, **sketch)
         threshold = offset + (damping * (float(low.s[0]) + offset) if relative else damping)
         enough = sufficient_rank(low.s, threshold, share, **known_rest)
-        if enough < low.rank or rank >= ceiling:
+        if enough < low.rank or rank >= ceiling or low.full:
             margin = max(1, known // 20)
             return low.truncate(min(known if enough <= known <= enough + margin else enough, ceiling))
         start, rank = low.U, min(2 * low.rank, ceiling)

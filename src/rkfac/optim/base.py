@@ -31,6 +31,7 @@ from rkfac.optim.pinning import pin
 from rkfac.optim.report import LayerReport, Spectra, covered_layer, described, listed, spectra, uncovered_layer
 from rkfac.optim.rules import GRAFTS, fallback_rule
 from rkfac.optim.scratch import Scratch
+from rkfac.optim.stagger import offsets
 
 
 class CurvatureOptimizer(torch.optim.Optimizer):
@@ -136,7 +137,8 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         for block in self._blocks.values():
             first = block.weight.requires_grad and not block.observed
             # Frozen layers too: they may be thawed before the forward, and cost nothing while they are not.
-            block.wanted = not block.retired and (first or self._due(block, "factor_every"))
+            due = self._settings.due(self._step, self._group(block)["factor_every"])
+            block.wanted = not block.retired and (first or due)
             if not self._closed:
                 self._capture.follow(block)
         self._activate()
@@ -145,9 +147,6 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         assert self._capture is not None
         wanted = any(block.wanted for block in self._blocks.values())
         self._capture.active = wanted and not self._closed and not self._paused
-
-    def _due(self, block: Block, period: str) -> bool:
-        return self._settings.due(self._step, self._group(block)[period])
 
     def _group(self, block: Block) -> dict[str, Any]:
         return self._group_of.get(id(block.weight), self.param_groups[0])
@@ -219,9 +218,22 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         if any(p.grad is not None and p.grad.is_sparse for p in self._all_parameters()):
             raise RuntimeError("sparse gradients are not supported: build nn.Embedding with sparse=False")
 
+    def _turns(self) -> dict[str, int]:
+        """The step of its period at which each layer is refreshed. Of shapes and periods alone: a resumed run has the same."""
+        turns: dict[str, int] = {}
+        if self._settings.stagger:
+            sharing: dict[int, list[Block]] = {}
+            for block in self._blocks.values():
+                sharing.setdefault(self._group(block)["inverse_every"], []).append(block)
+            for period, blocks in sharing.items():
+                costs = tuple(float(sum(f.refresh_cost for f in block.factors.values())) for block in blocks)
+                turns |= zip((block.name for block in blocks), offsets(costs, period), strict=True)
+        return turns
+
     def _refresh(self) -> None:
+        turns = self._turns()
         for block in self._blocks.values():
-            due = self._due(block, "inverse_every")
+            due = self._settings.due(self._step, self._group(block)["inverse_every"], turns.get(block.name, 0))
             first = not block.ready and block.failures == 0
             if block.observed and not block.retired and block.weight.requires_grad and (due or first):
                 block.refresh(self._group(block))
@@ -332,7 +344,10 @@ class CurvatureOptimizer(torch.optim.Optimizer):
                 self._capture.draw_by_hand(output)
 
     def report(self) -> list[LayerReport]:
-        """One record a layer: what it keeps and costs, or why it is left to the fallback rule."""
+        """One record a layer: what it keeps and costs, or why it is left to the fallback rule.
+
+        Seconds are the host's on a CPU and the device's own on a GPU, which is waited for here and never in a step.
+        """
         covered = [covered_layer(block, self._group(block)) for block in self._blocks.values()]
         return covered + [uncovered_layer(name, module, why) for name, (module, why) in self._reasons.items()]
 

@@ -49,7 +49,11 @@ class KFAC(CurvatureOptimizer):
       factor_start      "unbiased": averages are free of their start; "identity": they start from I, which damps the
                         first steps and is kept apart from what is decomposed; "paper": the same, but sketches see it
       eager_start       statistics and inverses in the first steps too, each time half of the steps so far have passed
-      rank*, oversampling*, power_iterations*        [r, r_l, n_pwr-it] of sketched decompositions; rank may be "auto"
+      stagger           layers take turns within inverse_every, so that no step waits for all inverses; those of the first
+                        steps come together all the same
+      rank*, oversampling*, power_iterations*        [r, r_l, n_pwr-it] of sketched decompositions; rank may be "auto":
+                        what the damping leaves visible, at most 256 (RSVD(max_rank=...)); then a warm start stands for the
+                        power iterations of its columns, and fresh ones alone take them (not in SREVD)
       tail              what replaces the discarded spectrum: "zero" (paper) or "trace" (a constant preserving it)
       warm_start        start each sketch from the previous basis
       update_clip*      largest RMS of a layer's update; kl_clip* bound on sum lr^2 <S, J> over all layers; None: off
@@ -98,6 +102,7 @@ class KFAC(CurvatureOptimizer):
         inverse_every: int = 50,
         factor_start: Literal["unbiased", "identity", "paper"] = "unbiased",
         eager_start: bool = True,
+        stagger: bool = False,
         rank: int | Literal["auto"] = "auto",
         oversampling: int = 10,
         power_iterations: int = 1,
@@ -144,6 +149,7 @@ class KFAC(CurvatureOptimizer):
         check_choice("relative_to", relative_to, ("mean", "largest", None))
         check_flag("warm_start", warm_start)
         check_flag("eager_start", eager_start)
+        check_flag("stagger", stagger)
         check_scaler("grad_scaler", grad_scaler)
         if isinstance(likelihood, str):
             check_choice("likelihood", likelihood, tuple(NAMED))
@@ -172,6 +178,7 @@ class KFAC(CurvatureOptimizer):
             start=STARTS[factor_start],
             eager_start=eager_start,
             backward=apply == "backward",
+            stagger=stagger,
             max_failures=max_failures,
             randomness=randomness_from(generator, seed),
         )

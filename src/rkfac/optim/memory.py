@@ -28,6 +28,7 @@ def fingerprint(settings: Settings, likelihood: Likelihood | None, graft: str | 
         "rows": "all" if settings.rows is None else str(settings.rows),
         "loss_average": settings.loss_average,
         "factor_start": _words(settings.start),
+        "stagger": str(settings.stagger),
         "fisher": "empirical" if likelihood is None else _words(likelihood),
         "graft": str(graft),
         "apply": "backward" if settings.backward else "step",

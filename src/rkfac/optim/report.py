@@ -67,7 +67,7 @@ def covered_layer(block: Block, group: Group) -> LayerReport:
         reason=reason,
         parameters=sum(p.numel() for p in own),
         clip=None if block.clip is None else float(block.clip),
-        seconds=dict(block.seconds),
+        seconds=block.seconds,
         bytes=block.nbytes,
         failures=block.failures,
         **block.facts(group),

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -22,6 +21,7 @@ from rkfac.curvature.factor import Factor, Start
 from rkfac.curvature.moment import Moment
 from rkfac.curvature.randomness import Randomness, subset
 from rkfac.curvature.statistics import Statistics
+from rkfac.curvature.stopwatch import Stopwatch
 from rkfac.layers.base import Adapter, own_parameters
 from rkfac.linalg import DecompositionError, Rowwise
 
@@ -43,12 +43,16 @@ class Settings:
     start: Start
     eager_start: bool
     backward: bool
+    stagger: bool
     max_failures: int
     randomness: Randomness
 
-    def due(self, step: int, period: int) -> bool:
-        """Whether a period is over; with `eager_start` also when half of the age has passed, while that is shorter."""
-        return step % period == 0 or (self.eager_start and step // 2 < period and _young(step))
+    def due(self, step: int, period: int, offset: int = 0) -> bool:
+        """Whether a period is over; with `eager_start` also when half of the age has passed, while that is shorter.
+
+        The periods of a layer end at `offset`, when the layers take turns; while young all are due together.
+        """
+        return step % period == offset or (self.eager_start and step // 2 < period and _young(step))
 
     def request(self, group: Group, layer: str, side: str, number: int, damping: tuple[float, bool]) -> Request:
         """What a decomposition is asked for under a group's present settings; `number` counts the refreshes."""
@@ -90,7 +94,7 @@ class Block(ABC):
         self.missed = 0  # steps in a row in which statistics were wanted, a gradient came, and no call was seen
         self.failures = 0  # refreshes in a row that failed
         self.clip: Tensor | None = None
-        self.seconds = {"statistics": 0.0, "refresh": 0.0, "apply": 0.0}
+        self._stopwatch = Stopwatch(("statistics", "refresh", "apply"))
         self.version = 0  # of the basis: what is derived from it belongs to one version and one damping
         self._adapter = adapter
         self.reset()
@@ -310,11 +314,11 @@ class Block(ABC):
         factors = self.factors.values()
         return {"factors": sum(f.nbytes for f in factors), "basis": sum(f.basis_nbytes for f in factors)}
 
-    @contextmanager
-    def timed(self, phase: str) -> Iterator[None]:
+    def timed(self, phase: str) -> AbstractContextManager[None]:
         """Count the seconds spent in a phase."""
-        begin = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[phase] += time.perf_counter() - begin
+        return self._stopwatch.timed(phase, self.weight.device)
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Spent in each phase so far; waits for a GPU."""
+        return self._stopwatch.seconds()

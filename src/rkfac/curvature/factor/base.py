@@ -118,6 +118,11 @@ class Factor(ABC, Generic[Low]):
     def refresh(self, request: Request) -> Refreshed[Low]:
         """Decompose the average anew; changes nothing. Raises DecompositionError when that fails."""
 
+    @property
+    @abstractmethod
+    def refresh_cost(self) -> int:
+        """About how many multiplications a refresh takes, by the factor's shape alone."""
+
     def adopt(self, refreshed: Refreshed[Low]) -> None:
         """Use a finished decomposition from now on."""
         self._refreshed = refreshed

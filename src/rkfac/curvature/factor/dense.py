@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from rkfac.linalg import LowRank
 from rkfac.linalg.symmetric import folded, folded_shape, mirror, unfolded
 
 SMALL_DAMPING = 5e-4  # in units of the largest eigenvalue: below it a refresh works and keeps its basis in float64
+TYPICAL_RANK = 256
 LARGEST_SHIFT = 2.0**100  # beyond it a matrix with entries of about one vanishes beside the identity
 
 
@@ -71,6 +73,11 @@ class DenseFactor(Factor[LowRank]):
         largest = float(torch.linalg.vector_norm(request.X, dim=(-2, -1)).amax())
         damping = request.offset + request.shift + (0.0 if request.relative else request.damping)
         return damping + (request.damping * largest if request.relative else 0.0) < SMALL_DAMPING * largest
+
+    @property
+    def refresh_cost(self) -> int:
+        """Cubic while small, quadratic where it is sketched."""
+        return math.prod(self.shape) * self.shape[-1] * min(self.shape[-1], TYPICAL_RANK)
 
     def dense(self) -> Tensor:
         """2^exponent * value + identity * I."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,6 +30,11 @@ class DiagonalFactor(Factor[Diagonal]):
         if not bool(torch.isfinite(diagonal).all()):
             raise DecompositionError(f"{request.name} holds NaN or Inf")
         return Refreshed(Diagonal(diagonal), diagonal.mean(), diagonal.new_ones(()))
+
+    @property
+    def refresh_cost(self) -> int:
+        """There is nothing to decompose."""
+        return math.prod(self.shape)
 
     def dense(self) -> Tensor:
         """As a matrix."""
