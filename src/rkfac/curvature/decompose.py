@@ -37,6 +37,7 @@ class Request:
     damping: float
     relative: bool
     generator: torch.Generator
+    affordable: int | None = None  # the largest rank worth its cost, for automatic ranks
     matrix: Tensor | None = None
     start: Tensor | None = None
     shift: float = 0.0
@@ -75,7 +76,8 @@ class Exact(Decomposition):
 class _Sketched(Decomposition):
     """A sketch of fixed or automatic rank, cold or warm-started.
 
-    An automatic rank keeps what `share` asks for, at most `max_rank`, and is exact where that is cheaper than a sketch.
+    An automatic rank keeps what `share` asks for, at most `max_rank` and what the layer's batch makes affordable, and is
+    exact where that is cheaper than a sketch.
     """
 
     rank: int | str | None = None
@@ -140,7 +142,7 @@ class _Sketched(Decomposition):
             method=method,
             relative=request.relative,
             share=self.share,
-            max_rank=self.max_rank,
+            max_rank=min((most for most in (self.max_rank, request.affordable) if most is not None), default=None),
             exact_if_cheaper=True,
             oversampling=oversampling,
             power_iterations=power_iterations,

@@ -59,7 +59,7 @@ class _Natural(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         layer, rowwise = ctx.layer, ctx.rowwise
         if torch.is_grad_enabled():
             raise RuntimeError(

@@ -19,8 +19,8 @@ from functools import partial, singledispatch
 import torch
 from torch import Tensor
 
-from rkfac.linalg.lowrank import LowRank
 from rkfac.linalg.host import at_once
+from rkfac.linalg.lowrank import LowRank
 from rkfac.linalg.scaling import peak
 from rkfac.linalg.shapes import Float
 

@@ -48,11 +48,15 @@ class Rowwise:
         g, g_rest, a, a_rest = m.sides
         self.scale, self.dtype = m.scale, G.U.dtype
         self.G, self.A = _side(G, g, g_rest), _side(A, a, a_rest)
-        spread = max(float((t / t[t > 0].amin()).amax()) for t in (torch.cat([g, g_rest[None]]), torch.cat([a, a_rest[None]])))
+        spread = max(
+            float((t / t[t > 0].amin()).amax()) for t in (torch.cat([g, g_rest[None]]), torch.cat([a, a_rest[None]]))
+        )
         self.precise = torch.finfo(self.dtype).eps * spread <= TOLERATED  # whether rows keep digits enough
         blocks = m.both, m.output, m.input, m.rest
-        self._before = Energies(*(_reciprocal(t).square() for t in blocks), G.full, A.full)
-        self._inner = Energies(*(_reciprocal(t) for t in blocks), G.full, A.full)
+        both, output, input, rest = (_reciprocal(t) for t in blocks)
+        self._inner = Energies(both, output, input, rest, G.full, A.full)
+        both, output, input, rest = (t.square() for t in (both, output, input, rest))
+        self._before = Energies(both, output, input, rest, G.full, A.full)
 
     def energies(self, S: Tensor, s: Tensor | None) -> tuple[Tensor, Tensor]:
         """||J||^2 and <S, J> for the J that [S | s] (in units) was made from, in float64, without forming it."""

@@ -43,6 +43,7 @@ class Target:
 class Preconditioned:
     """A layer's direction, `factor` times as long, for those of its parameters that have a group and a gradient."""
 
+    block: Block
     direction: Direction
     factor: Tensor | float
     targets: Sequence[Target | None]
@@ -55,10 +56,13 @@ class Preconditioned:
             if target is not None:
                 p, group = target.parameter, target.group
                 add = partial(self._add, index)
-                rules.covered.follow(p, target.gradient, state[p], group, decay_of(group, rules.step), add, self.natural)
+                rules.covered.follow(
+                    p, target.gradient, state[p], group, decay_of(group, rules.step), add, self.natural
+                )
 
     def _add(self, index: int, to: Tensor, factor: float, terms: Terms, keep: float) -> None:
-        self.direction.add_to(index, to, self.factor * factor, terms, keep)
+        with self.block.timed("apply"):
+            self.direction.add_to(index, to, self.factor * factor, terms, keep)
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,7 @@ def planned(
     """
     covered: set[int] = set()
     held: dict[int, float | None] = {}  # largest RMS of layers that wait for their first basis
-    made: list[tuple[Block, Preconditioned]] = []
+    made: list[Preconditioned] = []
     for block in blocks:
         group = group_of.get(id(block.weight))
         if group is None or block.retired or not block.weight.requires_grad or block.weight.grad is None:
@@ -103,7 +107,7 @@ def planned(
             held.update((id(p), group["update_clip"]) for p in block.parameters)
             continue
         covered.update(id(p) for p in block.parameters)
-        made.append((block, _preconditioned(block, group, group_of, state, rules, gate, scratch)))
+        made.append(_preconditioned(block, group, group_of, state, rules, gate, scratch))
     return [*_held_together(made, groups[0]["kl_clip"]), *_plain(groups, names, covered, held, state, rules, gate)]
 
 
@@ -158,7 +162,7 @@ def _preconditioned(
                 _mended(state[t.parameter], t.group, gate)
     block.clip = limit
     inner = None if group["kl_clip"] is None else direction.inner  # now: what it was made from is overwritten soon
-    return Preconditioned(direction, factor, targets, natural, inner)
+    return Preconditioned(block, direction, factor, targets, natural, inner)
 
 
 def _scaled(
@@ -176,19 +180,20 @@ def _scaled(
     return torch.where(own > 0, length / own, torch.zeros_like(length)), length + 0 * direction.norm
 
 
-def _held_together(made: Sequence[tuple[Block, Preconditioned]], bound: float | None) -> list[Move]:
+def _held_together(made: Sequence[Preconditioned], bound: float | None) -> list[Move]:
     """The KL clip over all layers."""
     if bound is None or not made:
-        return [move for _, move in made]
-    device = made[0][0].weight.device
+        return [*made]
+    device = made[0].block.weight.device
     terms = []
-    for _, move in made:
+    for move in made:
         lr = next((target.group["lr"] for target in move.targets if target is not None), 0.0)
         assert move.inner is not None
         terms.append((lr**2 * move.inner * move.factor**2).to(device))
     whole = clip.kl_clip(terms, bound)
     moves: list[Move] = []
-    for block, move in made:
+    for move in made:
+        block = move.block
         together = whole.to(block.weight.device)
         block.clip = together if block.clip is None else block.clip * together
         moves.append(replace(move, factor=move.factor * together))

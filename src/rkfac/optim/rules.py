@@ -56,7 +56,9 @@ class Rule(ABC):
         """A whole step without a preconditioner, its direction within an RMS of `largest`."""
 
     @abstractmethod
-    def course(self, p: Tensor, gradient: Tensor, state: State, group: Group, scratch: Scratch, natural: bool) -> Course:
+    def course(
+        self, p: Tensor, gradient: Tensor, state: State, group: Group, scratch: Scratch, natural: bool
+    ) -> Course:
         """What is to be preconditioned; changes nothing. `natural`: gradient and buffers are preconditioned already."""
 
     @abstractmethod
@@ -87,7 +89,9 @@ class Own(Rule):
 
         self.follow(p, gradient, state, group, decay, add, False)
 
-    def course(self, p: Tensor, gradient: Tensor, state: State, group: Group, scratch: Scratch, natural: bool) -> Course:
+    def course(
+        self, p: Tensor, gradient: Tensor, state: State, group: Group, scratch: Scratch, natural: bool
+    ) -> Course:
         """The gradient."""
         finite = moderate(state["momentum_buffer"], False, longest(group)) if group["momentum"] else None
         return Course(gradient, finite=finite)
@@ -137,7 +141,9 @@ class SGD(Rule):
             gradient = gradient.add(buffer, alpha=momentum) if group["nesterov"] else buffer
         p.add_(within(gradient, largest), alpha=-float(group["lr"]))
 
-    def course(self, p: Tensor, gradient: Tensor, state: State, group: Group, scratch: Scratch, natural: bool) -> Course:
+    def course(
+        self, p: Tensor, gradient: Tensor, state: State, group: Group, scratch: Scratch, natural: bool
+    ) -> Course:
         """torch's direction without its decay, at its own length."""
         momentum = group["momentum"]
         if not momentum:
@@ -203,7 +209,9 @@ class AdamW(Rule):
         state["exp_avg"].lerp_(gradient, 1 - first)
         state["exp_avg_sq"].mul_(second).addcmul_(gradient, gradient, value=1 - second)
 
-    def course(self, p: Tensor, gradient: Tensor, state: State, group: Group, scratch: Scratch, natural: bool) -> Course:
+    def course(
+        self, p: Tensor, gradient: Tensor, state: State, group: Group, scratch: Scratch, natural: bool
+    ) -> Course:
         """The first moment, at the length of AdamW's direction."""
         (first, second), step = group["betas"], state["adam_step"] + 1
         room, square = scratch.like(p), scratch.like(p, slot=1)

@@ -27,6 +27,11 @@ from rkfac.linalg import DecompositionError, Rowwise
 
 Group = Mapping[str, Any]
 
+ROWS_A_RANK = (
+    8  # an automatic rank is an eighth of the batch at most: applying it costs a sixth of forward and backward
+)
+LEAST_AFFORDABLE = 32  # of this few modes the flops do not matter
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -54,8 +59,14 @@ class Settings:
         """
         return step % period == offset or (self.eager_start and step // 2 < period and _young(step))
 
-    def request(self, group: Group, layer: str, side: str, number: int, damping: tuple[float, bool]) -> Request:
-        """What a decomposition is asked for under a group's present settings; `number` counts the refreshes."""
+    def request(
+        self, group: Group, layer: str, side: str, number: int, damping: tuple[float, bool], rows: int
+    ) -> Request:
+        """What a decomposition is asked for under a group's present settings; `number` counts the refreshes.
+
+        `rows` is how many rows the layer's gradient is the sum of: its forward and backward cost 6 rows d_in d_out flops,
+        and a preconditioner of rank r on both sides 8 r d_in d_out.
+        """
         return Request(
             strategy=self.decomposition,
             name=f"the {side} factor of {layer!r}",
@@ -66,6 +77,7 @@ class Settings:
             warm_start=self.warm_start,
             damping=damping[0],
             relative=damping[1],
+            affordable=max(LEAST_AFFORDABLE, rows // ROWS_A_RANK),
             generator=self.randomness.generator("sketch", layer, side, number),
         )
 
@@ -93,6 +105,7 @@ class Block(ABC):
         self.retired = ""  # why it is not preconditioned any more
         self.missed = 0  # steps in a row in which statistics were wanted, a gradient came, and no call was seen
         self.failures = 0  # refreshes in a row that failed
+        self.rows = 0  # that the layer's gradient was the sum of at the last statistics
         self.clip: Tensor | None = None
         self._stopwatch = Stopwatch(("statistics", "refresh", "apply"))
         self.version = 0  # of the basis: what is derived from it belongs to one version and one damping
@@ -214,6 +227,7 @@ class Block(ABC):
                 numbers, settings.loss_average, settings.sampled, loss_scale, summed=self.positions_summed
             )
             if finite:
+                self.rows = pending.rows
                 for factor, moment in zip(self.factors.values(), pending.moments, strict=True):
                     factor.take(moment, group["factor_decay"])
             self.discard()
@@ -265,6 +279,8 @@ class Block(ABC):
 
     def carry(self, tensors: Sequence[Tensor | None], before: Rowwise | None, after: Rowwise | None) -> None:
         """Bring preconditioned tensors, one a parameter, from one preconditioner to another, in place."""
+        if before is not None or after is not None:
+            raise NotImplementedError(f"a {self.kind} block preconditions no rows")
 
     def naturalize(self) -> None:
         """Precondition gradients that came another way than through the layer (a compiled graph, or by hand), in place."""
@@ -280,6 +296,7 @@ class Block(ABC):
             "retired": self.retired,
             "failures": self.failures,
             "version": self.version,
+            "rows": self.rows,
             "factors": {side: factor.state_dict() for side, factor in self.factors.items()},
         }
 
@@ -290,15 +307,15 @@ class Block(ABC):
             raise ValueError("the saved state was made with another choice of trained biases")
         if state["factors"].keys() != self.factors.keys():
             raise ValueError(f"the saved state has factors {list(state['factors'])}, this model {list(self.factors)}")
-        counts = state["failures"], state["version"]
+        counts = state["failures"], state["version"], state["rows"]
         if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in counts):
-            raise ValueError(f"the saved state counts {counts[0]!r} failures and {counts[1]!r} refreshes")
+            raise ValueError("the saved state counts {!r} failures, {!r} refreshes and {!r} rows".format(*counts))
         if not isinstance(state["retired"], str):
             raise ValueError(f"the saved state was retired for {state['retired']!r}")
         for side, factor in self.factors.items():
             factor.load_state_dict(state["factors"][side])
         self.retired, self.missed = state["retired"], 0
-        self.failures, self.version = counts
+        self.failures, self.version, self.rows = counts
 
     @abstractmethod
     def facts(self, group: Group) -> dict[str, Any]:

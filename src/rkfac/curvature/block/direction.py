@@ -47,7 +47,9 @@ class Direction:
         nothing = torch.zeros_like(self.scale)
         scale, length = torch.where(keep, self.scale, nothing), torch.where(keep, self.length, nothing)
         parts = tuple(part.masked(keep) for part in self.parts)
-        return replace(self, parts=parts, scale=scale, length=length, along=lambda: torch.where(keep, self.along(), nothing))
+        return replace(
+            self, parts=parts, scale=scale, length=length, along=lambda: torch.where(keep, self.along(), nothing)
+        )
 
     def add_to(
         self, index: int, target: Tensor, factor: Tensor | float = 1.0, terms: Terms = (), keep: float = 1.0

@@ -36,7 +36,6 @@ class KroneckerBlock(Block):
         self.output = DenseFactor(self.adapter.output_shape(self.module), start, like)
         self._prepared: tuple[tuple[Any, ...], Preconditioner] | None = None
         self._in_backward: bool | None = None  # not decided yet
-        self._rows = 0  # of the last call that was observed
         self._pinned: tuple[tuple[Any, ...], Rowwise | None] | None = None  # with the version and damping it is for
         self.rowwise, self.natural = None, False
 
@@ -60,7 +59,6 @@ class KroneckerBlock(Block):
         sharing = self.settings.weight_sharing
         rows = self.adapter.count(self.module, g, sharing)
         drawn, weight = self.draw(rows, g.device)
-        self._rows = rows
         of_gradients.add(self.adapter.output_rows(self.module, x, g, sharing, drawn), weight, source=g)
         finished = self.adapter.input_moment(self.module, x, self.bias, sharing) if drawn is None else None
         if finished is not None:
@@ -79,7 +77,7 @@ class KroneckerBlock(Block):
         made = []
         for side, own, other in (("input", self.input, self.output), ("output", self.output, self.input)):
             in_force = rule.in_force(damping, own, other)
-            made.append(own.refresh(self.settings.request(group, self.name, side, self.version, in_force)))
+            made.append(own.refresh(self.settings.request(group, self.name, side, self.version, in_force, self.rows)))
         for factor, refreshed in zip((self.input, self.output), made, strict=True):
             factor.adopt(refreshed)
 
@@ -123,7 +121,7 @@ class KroneckerBlock(Block):
             return None
         if self._in_backward is None:
             d_G, d_A = self.output.shape[-1], self.input.shape[-1]
-            self._in_backward = self.adapter.rowwise and self._rows * (d_G + d_A) < 2 * d_G * d_A
+            self._in_backward = self.adapter.rowwise and self.rows * (d_G + d_A) < 2 * d_G * d_A
         key = (self.version, float(group["damping"]), self.weight.device)
         if self._pinned is None or self._pinned[0] != key:
             self._pinned = (key, self._rowwise(key[1]) if self._in_backward else None)
@@ -141,7 +139,9 @@ class KroneckerBlock(Block):
         if known is None or all(t is None for t in tensors):
             return
         shapes = [p if p.ndim == 2 else p[:, None] for p in self.parameters]
-        columns = [torch.zeros_like(p) if t is None else t.reshape(p.shape) for p, t in zip(shapes, tensors, strict=True)]
+        columns = [
+            torch.zeros_like(p) if t is None else t.reshape(p.shape) for p, t in zip(shapes, tensors, strict=True)
+        ]
         S = torch.cat(columns, dim=1).to(known.dtype)
         S = S if before is None else before.undo(S).to((after or before).dtype)
         S = S if after is None else after.apply(S)
