@@ -103,7 +103,8 @@ class _Sum(_Part):
         return now
 
     def readings(self) -> list[Tensor]:
-        return [self.largest]  # finite rows in units of their largest have finite sums
+        # Finite rows in units of their largest have finite sums; what is not finite all the same shows here.
+        return [self.largest + 0 * torch.stack([strip.sum() for strip in self.strips]).sum()]
 
     def settle(self, largest: float) -> None:
         self.exponent = self.unit_exponent = _exponent(largest, self.largest.dtype)

@@ -40,6 +40,10 @@ class Gate:
             self._refused.append(name)
         return passed
 
+    def healthy(self, name: str) -> None:
+        """An update is known to be fine."""
+        self.counts[name] = 0
+
     def mended(self, buffer: Tensor, factor: float) -> Tensor:
         """Whether a buffer times a factor is finite; otherwise it becomes zero, to be refused once and not for ever."""
         finite = moderate(torch.view_as_real(buffer) if buffer.is_complex() else buffer, False, factor)
@@ -90,6 +94,11 @@ def moderate(gradient: Tensor, squared: bool, factor: float = 1.0) -> Tensor:
     """Whether every entry of a gradient is finite, times a factor too, and, if it will be squared, its square."""
     if gradient.numel() == 0:
         return torch.ones((), dtype=torch.bool, device=gradient.device)
-    largest = torch.finfo(gradient.dtype).max * 1e-3 / factor
     low, high = torch.aminmax(gradient)
-    return torch.maximum(-low, high) < (math.sqrt(largest) if squared else largest)
+    return torch.maximum(-low, high) < most(gradient.dtype, squared, factor)
+
+
+def most(dtype: torch.dtype, squared: bool, factor: float = 1.0) -> float:
+    """What the entries of a gradient or buffer must stay below."""
+    largest = torch.finfo(dtype).max * 1e-3 / factor
+    return math.sqrt(largest) if squared else largest

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from rkfac.curvature.block import Block, Direction
 from rkfac.linalg import Terms, at_once
 from rkfac.optim import clip
-from rkfac.optim.gate import Gate, bounded, moderate
+from rkfac.optim.gate import Gate, bounded, moderate, most
 from rkfac.optim.rules import Course, Rule, decay_of, longest
 from rkfac.optim.scratch import Scratch
 
@@ -79,7 +79,25 @@ class Plain:
         self.rule.plain(p, self.target.gradient, state[p], group, decay_of(group, rules.step), self.largest)
 
 
-Move = Preconditioned | Plain
+@dataclass(frozen=True)
+class PlainTogether:
+    """Plain parameters of one rule and group."""
+
+    moves: Sequence[Plain]
+
+    def apply(self, state: State, rules: Rules) -> None:
+        """Do it in a few calls for all."""
+        targets, group = [move.target for move in self.moves], self.moves[0].target.group
+        self.moves[0].rule.plain_together(
+            [t.parameter for t in targets],
+            [t.gradient for t in targets],
+            [state[t.parameter] for t in targets],
+            group,
+            decay_of(group, rules.step),
+        )
+
+
+Move = Preconditioned | Plain | PlainTogether
 
 
 def planned(
@@ -209,7 +227,7 @@ def _plain(
     rules: Rules,
     gate: Gate,
 ) -> list[Move]:
-    moves: list[Move] = []
+    moves: list[Plain] = []
     for group in groups:
         scaled = {**group, "lr": float(group["lr"]) * group["fallback_scale"]}
         for p in group["params"]:
@@ -219,12 +237,46 @@ def _plain(
             waiting = rules.covered.grafts and id(p) in held
             rule, own = (rules.covered, group) if waiting else (rules.fallback, scaled)
             rule.prepare(state[p], p, own)
-            gradient = torch.view_as_real(p.grad) if p.grad.is_complex() else p.grad
-            finite = moderate(gradient, "exp_avg_sq" in state[p], longest(own)) & _mended(state[p], own, gate)
-            passed = gate.passes(names.get(id(p), "a parameter outside the model"), finite)
-            kept = p.grad if passed is True else torch.where(torch.as_tensor(passed, device=p.device), p.grad, 0)
-            moves.append(Plain(Target(p, -kept if group["maximize"] else kept, own), rule, held.get(id(p))))
-    return moves
+            moves.append(Plain(Target(p, p.grad, own), rule, held.get(id(p))))
+    healthy = _all_moderate(moves, state)
+    for index, move in enumerate(moves):
+        p, numbers = move.target.parameter, move.target.group
+        name, kept = names.get(id(p), "a parameter outside the model"), move.target.gradient
+        if healthy:
+            gate.healthy(name)
+        else:
+            gradient = torch.view_as_real(kept) if kept.is_complex() else kept
+            finite = moderate(gradient, "exp_avg_sq" in state[p], longest(numbers)) & _mended(state[p], numbers, gate)
+            passed = gate.passes(name, finite)
+            kept = kept if passed is True else torch.where(torch.as_tensor(passed, device=p.device), kept, 0)
+        if numbers["maximize"] or kept is not move.target.gradient:
+            moves[index] = replace(move, target=Target(p, -kept if numbers["maximize"] else kept, numbers))
+    return _together(moves)
+
+
+def _all_moderate(moves: Sequence[Plain], state: State) -> bool:
+    """Whether no gradient or buffer needs a second look: one question for all of them, where it can be answered at once."""
+    tensors, limits = [], []
+    for move in moves:
+        p, gradient = move.target.parameter, move.target.gradient
+        if not at_once(p) or p.is_complex() or p.numel() == 0:
+            return False
+        squared = "exp_avg_sq" in state[p]
+        for tensor in (gradient, *(b for b in state[p].values() if isinstance(b, Tensor))):
+            tensors.append(tensor)
+            limits.append(most(tensor.dtype, squared and tensor is gradient, longest(move.target.group)))
+    peaks = torch._foreach_norm(tensors, float("inf")) if tensors else []
+    return all(peak.item() < limit for peak, limit in zip(peaks, limits, strict=True))  # False for NaN as well
+
+
+def _together(moves: Sequence[Plain]) -> list[Move]:
+    """Parameters that move by the same rule and numbers, and without a clip, in one go."""
+    alike: dict[Any, list[Plain]] = {}
+    for move in moves:
+        p = move.target.parameter
+        alone = id(p) if move.largest is not None or p.is_complex() else None
+        alike.setdefault((id(move.rule), id(move.target.group), p.device, p.dtype, alone), []).append(move)
+    return [same[0] if len(same) == 1 else PlainTogether(same) for same in alike.values()]
 
 
 def _mended(state: State, group: Group, gate: Gate) -> Tensor | bool:

@@ -55,6 +55,13 @@ class Rule(ABC):
     ) -> None:
         """A whole step without a preconditioner, its direction within an RMS of `largest`."""
 
+    def plain_together(
+        self, parameters: list[Tensor], gradients: list[Tensor], states: list[State], group: Group, decay: float
+    ) -> None:
+        """The same for parameters that share their numbers, without a clip."""
+        for p, gradient, state in zip(parameters, gradients, states, strict=True):
+            self.plain(p, gradient, state, group, decay, None)
+
     @abstractmethod
     def course(
         self, p: Tensor, gradient: Tensor, state: State, group: Group, scratch: Scratch, natural: bool
@@ -141,6 +148,22 @@ class SGD(Rule):
             gradient = gradient.add(buffer, alpha=momentum) if group["nesterov"] else buffer
         p.add_(within(gradient, largest), alpha=-float(group["lr"]))
 
+    def plain_together(
+        self, parameters: list[Tensor], gradients: list[Tensor], states: list[State], group: Group, decay: float
+    ) -> None:
+        """Bit for bit torch's."""
+        momentum = group["momentum"]
+        if decay:
+            gradients = list(torch._foreach_add(gradients, parameters, alpha=decay))
+        if momentum:
+            buffers = [state["momentum_buffer"] for state in states]
+            for state in states:
+                state["decay_share"] = momentum * state["decay_share"] + decay
+            torch._foreach_mul_(buffers, momentum)
+            torch._foreach_add_(buffers, gradients)
+            gradients = list(torch._foreach_add(gradients, buffers, alpha=momentum)) if group["nesterov"] else buffers
+        torch._foreach_add_(parameters, gradients, alpha=-float(group["lr"]))
+
     def course(
         self, p: Tensor, gradient: Tensor, state: State, group: Group, scratch: Scratch, natural: bool
     ) -> Course:
@@ -202,6 +225,28 @@ class AdamW(Rule):
             p.addcdiv_(mean, denominator, value=-(lr / correction))
         else:
             p.add_(within((mean / correction).div_(denominator), largest), alpha=-lr)
+
+    def plain_together(
+        self, parameters: list[Tensor], gradients: list[Tensor], states: list[State], group: Group, decay: float
+    ) -> None:
+        """Bit for bit torch's."""
+        if len({state["adam_step"] for state in states}) > 1:  # some joined later
+            super().plain_together(parameters, gradients, states, group, decay)
+            return
+        lr, (first, second), eps = float(group["lr"]), group["betas"], group["eps"]
+        for state in states:
+            state["adam_step"] += 1
+        step = states[0]["adam_step"]
+        means, squares = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq"))
+        if decay:
+            torch._foreach_mul_(parameters, 1 - lr * decay)
+        torch._foreach_lerp_(means, gradients, 1 - first)
+        torch._foreach_mul_(squares, second)
+        torch._foreach_addcmul_(squares, gradients, gradients, value=1 - second)
+        denominators = torch._foreach_sqrt(squares)
+        torch._foreach_div_(denominators, (1 - second**step) ** 0.5)
+        torch._foreach_add_(denominators, eps)
+        torch._foreach_addcdiv_(parameters, means, denominators, value=-(lr / (1 - first**step)))
 
     def _remember(self, gradient: Tensor, state: State, group: Group) -> None:
         first, second = group["betas"]

@@ -56,7 +56,12 @@ def _moments(patch: Patch, optimizer: rkfac.KFAC) -> None:
     def observe(*args: Any) -> None:
         genuine(*args)
         for moment in block.pending.moments:
-            moment._parts = [(_spoiled(part), *rest) for part, *rest in moment._parts]
+            for part in moment._parts:
+                for name, value in vars(part).items():
+                    if name in ("rows", "values"):
+                        setattr(part, name, _spoiled(value))
+                    elif name == "strips":
+                        part.strips = [_spoiled(strip) for strip in value]
 
     patch.setattr(block, "observe", observe)
 
