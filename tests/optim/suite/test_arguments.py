@@ -34,6 +34,8 @@ BAD: dict[str, list[Any]] = {
     "factor_start": ["zero", None],
     "eager_start": [None, 1, "yes"],
     "stagger": [None, 1, "yes"],
+    "apply": [None, "forward", True],
+    "stagger": [None, 1, "yes"],
     "rank": [0, -1, 2.5, True, "all", None],
     "oversampling": [-1, 1.5, True, None],
     "power_iterations": [-1, 1.5, True, None],
