@@ -31,10 +31,33 @@ class Side:
             return (inside * self.kept) @ self.U.mT
         return torch.addmm(rows, inside * (self.kept / self.rest - 1), self.U.mT).mul_(self.rest)
 
-    def undo(self, rows: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
-        """What gave these rows."""
-        rest = None if self.rest is None else 1 / self.rest
-        return Side(self.U, 1 / self.kept, rest)(rows)
+    @property
+    def inverse(self) -> Side:
+        """What undoes it."""
+        return Side(self.U, 1 / self.kept, None if self.rest is None else 1 / self.rest)
+
+    def left_(self, W: Float[Tensor, "d n"], b: Float[Tensor, "d"] | None) -> None:
+        """The matrix times [W | b], in place and without another matrix of their size where something was discarded."""
+        if self.rest is None:
+            W.copy_(self(W.mT).mT)
+        else:
+            W.addmm_(self.U * (self.kept / self.rest - 1), self.U.mT @ W).mul_(self.rest)
+        if b is not None:
+            b.copy_(self(b[None])[0])
+
+    def right_(self, W: Float[Tensor, "n dw"], b: Float[Tensor, "n"] | None) -> None:
+        """[W | b] times the matrix, in place; b is the last column."""
+        U = self.U[: W.shape[1]]
+        inside = W @ U if b is None else (W @ U).addr_(b, self.U[-1])
+        if self.rest is None:
+            torch.mm(inside * self.kept, U.mT, out=W)
+            if b is not None:
+                torch.mv(inside * self.kept, self.U[-1], out=b)
+            return
+        inside *= self.kept / self.rest - 1
+        W.addmm_(inside, U.mT).mul_(self.rest)
+        if b is not None:
+            b.addmv_(inside, self.U[-1]).mul_(self.rest)
 
 
 class Rowwise:
@@ -72,13 +95,17 @@ class Rowwise:
         known = (P @ U_A, None if self.A.rest is None else P, None if self.G.rest is None else R, norms)
         return self._before.of(*known), self._inner.of(*known)
 
-    def apply(self, J: Tensor) -> Tensor:
-        """[J | j] -> [S | s]."""
-        return self.A(self.G(J.mT).mT)
+    def carry_(self, W: Float[Tensor, "dg dw"], b: Float[Tensor, "dg"] | None, before: Rowwise | None) -> None:
+        """[W | b], preconditioned by `before` (None: not at all), preconditioned by this one instead; in place."""
+        if before is not None:
+            before.undo_(W, b)
+        self.G.left_(W, b)
+        self.A.right_(W, b)
 
-    def undo(self, S: Tensor) -> Tensor:
-        """[S | s] -> [J | j]."""
-        return self.A.undo(self.G.undo(S.mT).mT)
+    def undo_(self, W: Float[Tensor, "dg dw"], b: Float[Tensor, "dg"] | None) -> None:
+        """Back to what was not preconditioned, in place."""
+        self.G.inverse.left_(W, b)
+        self.A.inverse.right_(W, b)
 
 
 def _side(low: LowRank, kept: Tensor, rest: Tensor) -> Side:

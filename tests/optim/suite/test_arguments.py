@@ -33,7 +33,6 @@ BAD: dict[str, list[Any]] = {
     "inverse_every": [0, -1, 2.5, True, None],
     "factor_start": ["zero", None],
     "eager_start": [None, 1, "yes"],
-    "stagger": [None, 1, "yes"],
     "apply": [None, "forward", True],
     "stagger": [None, 1, "yes"],
     "rank": [0, -1, 2.5, True, "all", None],

@@ -27,11 +27,6 @@ from rkfac.linalg import DecompositionError, Rowwise
 
 Group = Mapping[str, Any]
 
-ROWS_A_RANK = (
-    8  # an automatic rank is an eighth of the batch at most: applying it costs a sixth of forward and backward
-)
-LEAST_AFFORDABLE = 32  # of this few modes the flops do not matter
-
 
 @dataclass(frozen=True)
 class Settings:
@@ -60,13 +55,9 @@ class Settings:
         return step % period == offset or (self.eager_start and step // 2 < period and _young(step))
 
     def request(
-        self, group: Group, layer: str, side: str, number: int, damping: tuple[float, bool], rows: int
+        self, group: Group, layer: str, side: str, number: int, damping: tuple[float, bool], affordable: int | None
     ) -> Request:
-        """What a decomposition is asked for under a group's present settings; `number` counts the refreshes.
-
-        `rows` is how many rows the layer's gradient is the sum of: its forward and backward cost 6 rows d_in d_out flops,
-        and a preconditioner of rank r on both sides 8 r d_in d_out.
-        """
+        """What a decomposition is asked for under a group's present settings; `number` counts the refreshes."""
         return Request(
             strategy=self.decomposition,
             name=f"the {side} factor of {layer!r}",
@@ -77,7 +68,7 @@ class Settings:
             warm_start=self.warm_start,
             damping=damping[0],
             relative=damping[1],
-            affordable=max(LEAST_AFFORDABLE, rows // ROWS_A_RANK),
+            affordable=affordable,
             generator=self.randomness.generator("sketch", layer, side, number),
         )
 

@@ -17,6 +17,10 @@ from rkfac.curvature.moment import DiagonalMoment, Moment
 from rkfac.layers.base import KroneckerAdapter, statistics_dtype
 from rkfac.linalg import Itself, Part, Preconditioner, Rowwise, Whole, peak, preconditioner
 
+ROWS_A_RANK = 16  # an automatic rank is a sixteenth of the batch at most: applied, a twelfth of forward and backward
+LEAST_AFFORDABLE = 16
+SMALL_LAYER = 40_000  # entries of a weight below which operations cost more than the flops of any rank
+
 
 class KroneckerBlock(Block):
     """S = (G + l I)^-1 J (A + l I)^-1 or one of its kin, with the bias as last column of J."""
@@ -77,9 +81,21 @@ class KroneckerBlock(Block):
         made = []
         for side, own, other in (("input", self.input, self.output), ("output", self.output, self.input)):
             in_force = rule.in_force(damping, own, other)
-            made.append(own.refresh(self.settings.request(group, self.name, side, self.version, in_force, self.rows)))
+            made.append(
+                own.refresh(self.settings.request(group, self.name, side, self.version, in_force, self._affordable))
+            )
         for factor, refreshed in zip((self.input, self.output), made, strict=True):
             factor.adopt(refreshed)
+
+    @property
+    def _affordable(self) -> int | None:
+        """The largest automatic rank; None: any.
+
+        Forward and backward cost 6 rows d_G d_A flops, and a preconditioner of rank r on both sides 8 r d_G d_A.
+        """
+        if self.weight.numel() <= SMALL_LAYER:
+            return None
+        return max(LEAST_AFFORDABLE, self.rows // ROWS_A_RANK)
 
     def _inverse(self, group: Group) -> Preconditioner:
         """The damped inverse, made once for a basis, a damping and a memory layout of the weight."""
@@ -138,16 +154,20 @@ class KroneckerBlock(Block):
         known = before or after
         if known is None or all(t is None for t in tensors):
             return
-        shapes = [p if p.ndim == 2 else p[:, None] for p in self.parameters]
-        columns = [
-            torch.zeros_like(p) if t is None else t.reshape(p.shape) for p, t in zip(shapes, tensors, strict=True)
+        dtype = torch.promote_types(known.dtype, after.dtype) if after is not None else known.dtype
+        # What is in another precision, or is not there, has a stand-in.
+        parts = [
+            torch.zeros_like(p, dtype=dtype) if t is None else t.to(dtype)
+            for p, t in zip(self.parameters, tensors, strict=True)
         ]
-        S = torch.cat(columns, dim=1).to(known.dtype)
-        S = S if before is None else before.undo(S).to((after or before).dtype)
-        S = S if after is None else after.apply(S)
-        for tensor, part in zip(tensors, S.split([p.shape[1] for p in shapes], dim=1), strict=True):
-            if tensor is not None:
-                tensor.copy_(part.reshape(tensor.shape))
+        W, b = parts[0], parts[1] if len(parts) > 1 else None
+        if after is None:
+            known.undo_(W, b)
+        else:
+            after.carry_(W, b, before)
+        for tensor, part in zip(tensors, parts, strict=True):
+            if tensor is not None and tensor is not part:
+                tensor.copy_(part)
 
     def _arrived(self, gradients: tuple[Tensor, ...], rowwise: Rowwise) -> Direction:
         """The gradients are the direction; their length before is asked for where a step shall have it."""

@@ -61,7 +61,7 @@ class UnitBlock(Block):
     def decompose(self, group: Group) -> None:
         """Blocks this small are always decomposed exactly."""
         in_force = self.settings.damping.alone(group["damping"], self.factor)
-        request = self.settings.request(group, self.name, "unit", self.version, in_force, self.rows)
+        request = self.settings.request(group, self.name, "unit", self.version, in_force, None)
         self.factor.adopt(self.factor.refresh(replace(request, strategy=Exact())))
 
     def _inverse(self, group: Group) -> Tensor:
