@@ -17,7 +17,7 @@ from rkfac.curvature.moment import DiagonalMoment, Moment
 from rkfac.layers.base import KroneckerAdapter, statistics_dtype
 from rkfac.linalg import Itself, Part, Preconditioner, Rowwise, Whole, peak, preconditioner
 
-ROWS_A_RANK = 16  # an automatic rank is a sixteenth of the batch at most: applied, a twelfth of forward and backward
+ROWS_A_RANK = 32  # an automatic rank is a 32nd of the batch at most: applied, a twentieth of forward and backward
 LEAST_AFFORDABLE = 16
 SMALL_LAYER = 40_000  # entries of a weight below which operations cost more than the flops of any rank
 
