@@ -52,7 +52,7 @@ class RunConfig:
     evaluate_every: int = 1  # epochs
     evaluate_steps: int | None = None  # also inside epochs, every so many steps of the run; 0: never
     validation_share: float = 0.0  # of the training data, kept apart and measured in place of the test set
-    checkpoint_seconds: float = 300.0  # also inside an epoch; every epoch's end has one anyway
+    checkpoint_seconds: float = 300.0  # also inside an epoch; an epoch's end has one where it is worth the time
     data_dir: str | None = None
     text_file: str | None = None
     tensorboard: bool = False

@@ -26,6 +26,7 @@ from .validation import held_out
 from .workloads import find
 
 EVALUATION_BATCH = 1000
+QUICK_SAVE = 0.25  # seconds
 
 
 def run(config: RunConfig, folder: Path, *, resume: bool = False, progress: ProgressReporter | None = None) -> Run:
@@ -102,7 +103,7 @@ class _Trainer:
         self.loss_sum, self.samples = 0.0, 0  # since the last evaluation that was due, or the epoch's beginning
         self.lines: list[dict[str, Any]] = []
         self.status = "running"
-        self.saved_at = time.monotonic()
+        self.saved_at, self.saving_takes = time.monotonic(), 0.0
         self.board: Any = None
 
     # --- the run folder
@@ -200,8 +201,14 @@ class _Trainer:
             setattr(self, name, state[name])
 
     def _checkpoint(self) -> None:
+        begun = time.monotonic()
         self.folder.save_checkpoint(self._state())
         self.saved_at = time.monotonic()
+        self.saving_takes = self.saved_at - begun
+
+    def _worth_saving(self) -> bool:
+        """Whether a checkpoint at an epoch's end is quick, or takes no more than a twentieth of the time since the last."""
+        return self.saving_takes < QUICK_SAVE or time.monotonic() - self.saved_at >= 20 * self.saving_takes
 
     # --- training
 
@@ -275,7 +282,8 @@ class _Trainer:
             return False
         self.epoch += 1
         self.epoch_seconds, self.loss_sum, self.samples = 0.0, 0.0, 0
-        self._checkpoint()
+        if last or self._worth_saving():
+            self._checkpoint()
         self._write_summary()
         return True
 

@@ -203,6 +203,23 @@ def test_lines_newer_than_the_checkpoint_are_done_again(tmp_path):
     assert numbers(train.run(configuration(GROWS, epochs=5), tmp_path / "r", resume=True)) == numbers(whole)
 
 
+def test_slow_checkpoints_are_not_made_at_every_epoch(tmp_path, monkeypatch, slim):
+    saved, genuine = [], record.RunFolder.save_checkpoint
+
+    def slow(folder, state):
+        saved.append(state["epoch"])
+        time.sleep(0.3)
+        genuine(folder, state)
+
+    whole = train.run(configuration(epochs=6), tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        patch.setattr(record.RunFolder, "save_checkpoint", slow)
+        with pytest.raises(KeyboardInterrupt):
+            train.run(configuration(epochs=6), tmp_path / "r", progress=InterruptAt(50))
+    assert saved == [2], "the first epoch's end shows how long it takes; five more take no twentieth of that"
+    assert numbers(train.run(configuration(epochs=6), tmp_path / "r", resume=True)) == numbers(whole)
+
+
 def test_more_epochs_continue_as_if_never_stopped(tmp_path):
     whole = train.run(configuration(GROWS, epochs=4), tmp_path / "whole")
     train.run(configuration(GROWS, epochs=2), tmp_path / "grown")
