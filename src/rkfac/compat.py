@@ -58,6 +58,12 @@ def version_of(tensor: Tensor) -> int:
     return int(tensor._version)
 
 
+def behind_view(tensor: Tensor) -> Tensor:
+    """What a tensor is a view of, where that has the same elements: in-place changes of a view pass by the view's own hooks."""
+    base = tensor._base
+    return base if base is not None and base.requires_grad and base.numel() == tensor.numel() else tensor
+
+
 def is_replica(module: nn.Module) -> bool:
     """Whether a module is one of nn.DataParallel's copies for another device."""
     return bool(getattr(module, "_is_replica", False))

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import rkfac
 
@@ -145,6 +146,33 @@ def test_gradients_that_came_another_way_are_preconditioned_in_the_step() -> Non
     optimizers = dict(pair({"momentum": 0.9}))
     plain, natural = (train(model, optimizer, one_pass=by_hand) for model, optimizer in optimizers.items())
     assert_same(natural, plain, 1e-10)
+
+
+class Odd(nn.Module):
+    """Layers called by keyword, twice, on one sample and on sequences, and inside checkpoints."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.again, self.last = nn.Linear(20, 32), nn.Linear(32, 32), nn.Linear(32, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(input=x.view(4, 2, 20)).relu_()
+        x = self.again(self.again(x).tanh())
+        x = checkpoint(self.again, x, use_reentrant=False)
+        alone = torch.stack([self.again(row) for row in x.flatten(0, 1)[:2]])
+        return self.last(torch.cat([alone, x.flatten(0, 1)[2:]]))
+
+
+def test_odd_calls_take_the_same_steps() -> None:
+    found = []
+    for apply in ("step", "backward"):
+        torch.manual_seed(0)
+        model = Odd().double()
+        optimizer = rkfac.RSKFAC(model, apply=apply, momentum=0.9, **EVERY)
+        found.append(train(model, optimizer))
+        if apply == "backward":
+            assert optimizer._blocks["first"].rowwise is not None
+    assert_same(found[1], found[0], 1e-9)
 
 
 def test_a_graph_compiled_afterwards_takes_the_same_steps() -> None:

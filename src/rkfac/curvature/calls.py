@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 
@@ -52,6 +53,7 @@ class Call:
 
     one_pass: Pass
     x: Tensor
+    shape: torch.Size  # of the output
     drawn: Tensor | None = None  # gradient of a sampled target
     backwards: int = 0
 

@@ -143,9 +143,11 @@ class Capture:
             return
         watched.seen = True
         self.follow(watched.observer)  # it may have been thawed since the last step
-        call = Call(self._current(), x.detach())
-        self.registered(watched, call, output)
-        output.register_hook(_ArrivalHook(self, watched, call))
+        call = Call(self._current(), x.detach(), output.shape)
+        # A Linear layer's output on sequences is a view, and an in-place activation behind it goes past the view's hooks.
+        source = compat.behind_view(output)
+        self.registered(watched, call, source)
+        source.register_hook(_ArrivalHook(self, watched, call))
 
     def registered(self, watched: Watched, call: Call, output: Tensor) -> None:
         """A call that may come to count; sampled targets need to know its place in the graph."""
@@ -169,11 +171,11 @@ class Capture:
             watched.doubled = True  # the sum with what was there before is not what these calls explain
         task = compat.graph_task()
         if call.one_pass.terms is None and g.numel():
-            call.one_pass.terms = watched.observer.terms(call.x, g)
+            call.one_pass.terms = watched.observer.terms(call.x, g.reshape(call.shape))
         if task not in self._tasks:
             self._tasks.add(task)
             compat.when_backward_ends(lambda: self._ended(task))
-        watched.arrived.append(Arrival(call, task, g.detach()))
+        watched.arrived.append(Arrival(call, task, g.detach().reshape(call.shape)))
 
     def _ended(self, task: int) -> None:
         """A backward pass is over: what has not reached its weight by now never will."""

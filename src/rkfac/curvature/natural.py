@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rkfac import compat
-from rkfac.curvature.hooks import Hook
+from rkfac.curvature.hooks import Hook, first_tensor
 from rkfac.linalg import Rowwise
 
 
@@ -34,16 +34,16 @@ class NaturalHook(Hook):
         super().__init__(None)
         self.layer = layer
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        layer = self.layer
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        layer, x = self.layer, first_tensor((*args, *kwargs.values()))
         if layer.rowwise is None or torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return None
         if not isinstance(output, Tensor) or not output.requires_grad or not layer.weight.requires_grad:
             return None
-        if module is not layer.module or not args or compat.inside_functional_transform():
+        if module is not layer.module or x is None or compat.inside_functional_transform():
             return None
         bias = module.bias if layer.bias else None
-        return _Natural.apply(args[0], layer.weight, bias, output.detach(), layer, layer.rowwise)
+        return _Natural.apply(x, layer.weight, bias, output.detach(), layer, layer.rowwise)
 
 
 class _Natural(torch.autograd.Function):

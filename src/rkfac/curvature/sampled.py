@@ -193,7 +193,7 @@ class SampledCapture(Capture):
         finally:
             self._drawing = False
         for (call, _), g in zip(calls, found, strict=False):
-            call.drawn = None if g is None else g.detach()
+            call.drawn = None if g is None else g.detach().reshape(call.shape)
         current.reached = {
             number for (number, _), g in zip(current.outputs, found[len(calls) :], strict=True) if g is not None
         }
