@@ -74,6 +74,11 @@ def has_hooks(tensor: Tensor) -> bool:
     return bool(tensor._backward_hooks)
 
 
+def forward_hooks(module: nn.Module) -> list[Any]:
+    """The forward hooks that are in place."""
+    return list(module._forward_hooks.values())
+
+
 def out_of_graphs(function: F, reason: str) -> F:
     """Keep Dynamo out of a function; `reason` is what a user reads when that breaks a graph."""
     try:

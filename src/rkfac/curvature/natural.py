@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rkfac import compat
-from rkfac.curvature.hooks import Hook, first_tensor
+from rkfac.curvature.hooks import Hook, first_tensor, full_precision
 from rkfac.linalg import Rowwise
 
 
@@ -24,7 +24,11 @@ class Preconditioned(Protocol):
     weight: nn.Parameter
     bias: bool
     rowwise: Rowwise | None
-    natural: bool  # whether .grad holds natural gradients since the last step
+    natural: bool  # whether .grad got natural gradients since the last step
+
+    @property
+    def parameters(self) -> tuple[nn.Parameter, ...]:
+        """Weight, then bias if it is trained."""
 
 
 class NaturalHook(Hook):
@@ -33,16 +37,25 @@ class NaturalHook(Hook):
     def __init__(self, layer: Preconditioned) -> None:
         super().__init__(None)
         self.layer = layer
+        self.silent = False  # another optimizer was built for the layer since
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         layer, x = self.layer, first_tensor((*args, *kwargs.values()))
-        if layer.rowwise is None or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if self.silent or layer.rowwise is None or torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return None
         if not isinstance(output, Tensor) or not output.requires_grad or not layer.weight.requires_grad:
             return None
         if module is not layer.module or x is None or compat.inside_functional_transform():
             return None
-        bias = module.bias if layer.bias else None
+        weight, bias = (compat.own_parameter(module, name) for name in ("weight", "bias"))
+        if weight is not layer.weight or (len(layer.parameters) > 1 and bias is not layer.parameters[1]):
+            return None  # other tensors stand in their place for now (functional_call), or for good (pruning)
+        if (bias is not None and bias.requires_grad) != layer.bias:
+            raise RuntimeError(
+                f"the bias of layer {layer.name!r} was frozen or unfrozen, while its gradients are preconditioned together "
+                "with the weight's in the backward pass: build a new optimizer, or use apply='step'"
+            )
+        bias = bias if layer.bias else None
         return _Natural.apply(x, layer.weight, bias, output.detach(), layer, layer.rowwise)
 
 
@@ -72,6 +85,12 @@ class _Natural(torch.autograd.Function):
                 "refresh, whose preconditioner is another one: build the optimizer with apply='step'"
             )
         x, weight = ctx.saved_tensors
+        with full_precision([g.device]):
+            return _Natural._rows(ctx, g, x, weight)
+
+    @staticmethod
+    def _rows(ctx: Any, g: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor | None, ...]:
+        layer, rowwise = ctx.layer, ctx.rowwise
         before = (g @ weight.to(g.dtype)).to(x.dtype) if ctx.needs_input_grad[0] else None
         if not ctx.needs_input_grad[1]:
             return before, None, None, None, None, None
@@ -85,3 +104,10 @@ class _Natural(torch.autograd.Function):
             return before, (rows.mT @ inputs).to(weight.dtype), None, None, None, None
         of_weight = rows.mT @ inputs[:, :-1]
         return before, of_weight.to(weight.dtype), (rows.mT @ inputs[:, -1]).to(weight.dtype), None, None, None
+
+
+def silence_others(layer: Preconditioned, own: NaturalHook) -> None:
+    """Of two optimizers on one model the later one decides what its gradients are."""
+    for hook in compat.forward_hooks(layer.module):
+        if isinstance(hook, NaturalHook) and hook is not own:
+            hook.silent = True

@@ -21,7 +21,7 @@ from rkfac.linalg.online import correct, online_update
 from rkfac.linalg.orthonormal import orthonormal
 from rkfac.linalg.rank import adaptive, inverse_error, probe_error, sufficient_rank, trace_error
 from rkfac.linalg.rowwise import Rowwise
-from rkfac.linalg.scaling import peak
+from rkfac.linalg.scaling import peak, unit_of
 from rkfac.linalg.sketch import nystrom, rsvd, srevd
 
 __all__ = [
@@ -53,4 +53,5 @@ __all__ = [
     "srevd",
     "sufficient_rank",
     "trace_error",
+    "unit_of",
 ]

@@ -147,7 +147,7 @@ class Whole(Part):
             target.mul_(keep)
         into = self.matrix(target)
         if not _shares_memory(into, target):
-            whole = torch.zeros_like(target, dtype=self.tensor.dtype)
+            whole = _room(target, self.tensor.dtype, self.matrix)
             self.add_to(whole, amount, terms)
             target.add_(whole.to(target.dtype))
         elif target.dtype == self.tensor.dtype:
@@ -170,9 +170,16 @@ class Itself(Part):
         """A pass for each term."""
         if keep != 1.0:
             target.mul_(keep)
-        number = (amount * self.share).to(target.dtype)
+        number = amount * self.share
+        if at_once(number) and float(number) == 0:
+            return
+        if at_once(number) and SAFE[0] ** 2 < abs(float(number)) < SAFE[1] ** 2:
+            for term, coefficient in terms:
+                target.addcmul_(term.to(target.dtype), number.to(target.dtype) * coefficient)
+            return
+        # A number that float32 does not hold may be the multiple of something as small as it is large.
         for term, coefficient in terms:
-            target.addcmul_(term.to(target.dtype), number * coefficient)
+            target.add_((term.double() * (number * coefficient)).to(target.dtype))
 
     def masked(self, keep: Tensor) -> Itself:
         """None of it, or the same."""
@@ -196,7 +203,7 @@ class Corrected(Part):
         """The thin product first, then J: nothing of the target's size is made on the way."""
         dtype, into = self.left.dtype, self.matrix(target)
         if target.dtype != dtype or not _shares_memory(into, target):  # weights of 16 bits, a basis of 64, odd strides
-            whole = torch.zeros_like(target, dtype=dtype)
+            whole = _room(target, dtype, self.matrix)
             self.add_to(whole, amount, terms)
             target.mul_(keep).add_(whole.to(target.dtype))
             return
@@ -221,6 +228,14 @@ class Corrected(Part):
         left, right = (torch.where(keep, t, torch.zeros_like(t)) for t in (self.left, self.right))
         rest = None if self.rest is None else torch.where(keep, self.rest, torch.zeros_like(self.rest))
         return replace(self, left=left, right=right, rest=rest)
+
+
+def _room(like: Tensor, dtype: torch.dtype, matrix: Callable[[Tensor], Tensor]) -> Tensor:
+    """Zeros in the shape of a tensor that `matrix` can view: in the usual order of dimensions, or with channels last."""
+    plain = torch.zeros(like.shape, dtype=dtype, device=like.device)
+    if _shares_memory(matrix(plain), plain):
+        return plain
+    return torch.zeros(like.movedim(1, -1).shape, dtype=dtype, device=like.device).movedim(-1, 1)
 
 
 def _shares_memory(view: Tensor, tensor: Tensor) -> bool:
@@ -315,7 +330,7 @@ class Energies:
             total = total + (self.output * torch.linalg.vector_norm(P, dim=-1).double().square()).sum()
         if R is not None:
             total = total + (self.input * torch.linalg.vector_norm(R, dim=-2).double().square()).sum()
-        return total if P is None or R is None else (total + (self.rest * norms).sum()).clamp_min(0)
+        return (total if P is None or R is None else total + (self.rest * norms).sum()).clamp_min(0)
 
 
 class _Short(Preconditioner):
@@ -366,7 +381,7 @@ class _Short(Preconditioner):
         part = Corrected(matrix, rest, unit, left, right[..., :width])
         energies = (K, None if self.A_full else P, R, norms)
         square = self.squares.of(*energies)
-        if rest is not None and not self._certain(square, norms):
+        if not (self.G_full and self.A_full) and not self._certain(square, norms):
             square = self._formed(J, part, bias, spend)
         given = norms.sum().sqrt() * size
         return Solution(part, bias, self.scale * size, size, given, square, partial(self._inner, *energies))
@@ -395,9 +410,11 @@ class _Short(Preconditioner):
 
     def _formed(self, J: Tensor, part: Corrected, bias: Tensor | None, spend: bool) -> Tensor:
         """||S||^2 in units, measured on S itself, for which J's memory is used if it may be."""
-        add = torch.Tensor.addmm_ if J.ndim == 2 else torch.Tensor.baddbmm_
-        S = J if spend else J.clone()
-        add(S.mul_(self.rest[..., None, None]), part.left, part.right)
+        if part.rest is None:
+            S = torch.matmul(part.left, part.right, out=J) if spend else part.left @ part.right
+        else:
+            S = (J if spend else J.clone()).mul_(part.rest[..., None, None])
+            (torch.Tensor.addmm_ if J.ndim == 2 else torch.Tensor.baddbmm_)(S, part.left, part.right)
         square = torch.linalg.vector_norm(S).double().square()
         return square if bias is None else square + torch.linalg.vector_norm(bias).double().square()
 

@@ -31,6 +31,10 @@ class Side:
             return (inside * self.kept) @ self.U.mT
         return torch.addmm(rows, inside * (self.kept / self.rest - 1), self.U.mT).mul_(self.rest)
 
+    def to(self, dtype: torch.dtype) -> Side:
+        """The same in another precision."""
+        return Side(self.U.to(dtype), self.kept.to(dtype), None if self.rest is None else self.rest.to(dtype))
+
     @property
     def inverse(self) -> Side:
         """What undoes it."""
@@ -99,13 +103,13 @@ class Rowwise:
         """[W | b], preconditioned by `before` (None: not at all), preconditioned by this one instead; in place."""
         if before is not None:
             before.undo_(W, b)
-        self.G.left_(W, b)
-        self.A.right_(W, b)
+        self.G.to(W.dtype).left_(W, b)
+        self.A.to(W.dtype).right_(W, b)
 
     def undo_(self, W: Float[Tensor, "dg dw"], b: Float[Tensor, "dg"] | None) -> None:
         """Back to what was not preconditioned, in place."""
-        self.G.inverse.left_(W, b)
-        self.A.inverse.right_(W, b)
+        self.G.to(W.dtype).inverse.left_(W, b)
+        self.A.to(W.dtype).inverse.right_(W, b)
 
 
 def _side(low: LowRank, kept: Tensor, rest: Tensor) -> Side:

@@ -6,8 +6,13 @@ Gram matrix or shift of a very large or very small one leaves the range (squares
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
+from rkfac.linalg.host import at_once
 
 
 def magnitude(X: Tensor, dim: tuple[int, ...]) -> Tensor:
@@ -37,3 +42,11 @@ def peak(t: Tensor) -> Tensor:
     """Largest magnitude of all entries in one pass; NaN if there is one."""
     low, high = torch.aminmax(t)
     return torch.maximum(-low, high)
+
+
+def unit_of(tensors: Sequence[Tensor]) -> Tensor | None:
+    """A power of two near their largest entry, where squares of these could leave float32; None where they cannot."""
+    largest = torch.stack([peak(t).float() for t in tensors]).amax()
+    if at_once(largest) and (1e-12 < float(largest) < 1e12 or not 0 < float(largest) < math.inf):
+        return None
+    return power_near(largest.clamp(2.0**-120, 2.0**120))

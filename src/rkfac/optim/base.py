@@ -15,7 +15,7 @@ from rkfac.curvature.block import Block, KroneckerBlock, Settings, UnitBlock
 from rkfac.curvature.capture import Capture, close_with
 from rkfac.curvature.fisher import Likelihood
 from rkfac.curvature.hooks import full_precision
-from rkfac.curvature.natural import NaturalHook
+from rkfac.curvature.natural import NaturalHook, silence_others
 from rkfac.curvature.sampled import SampledCapture
 from rkfac.layers import Adapter, KroneckerAdapter, UnitAdapter
 from rkfac.optim import memory
@@ -119,9 +119,10 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         found = cover(self._model, self._choice, self._make_block, self._all_parameters(), self._blocks.keys())
         for block in found.blocks.values():
             self._capture.attach(block)
+            hook = NaturalHook(block)
+            silence_others(block, hook)
             if self._settings.backward:
                 # The first hook of all: what it returns is the output that the others see.
-                hook = NaturalHook(block)
                 register = partial(block.module.register_forward_hook, hook, with_kwargs=True, prepend=True)
                 self._capture.install(register)
         known = self._blocks | found.blocks
@@ -159,7 +160,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             self._capture.drop()
             self._discard()
             for block in self._blocks.values():
-                block.natural = False
+                block.let_go()
             self._plan()  # schedulers may have changed the periods since the step
 
     def _discard(self) -> None:

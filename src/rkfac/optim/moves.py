@@ -157,7 +157,8 @@ def _preconditioned(
         # The weight's course is in memory that the bias's must not overwrite.
         room = scratch if p is block.weight else Scratch()
         courses.append(rules.covered.course(p, target.gradient, state[p], own, room, natural))
-    direction = block.direction(tuple(course.vector for course in courses), group, courses[0].spend)
+    spend = courses[0].spend and None not in targets  # what does not move leaves a question to the vector itself
+    direction = block.direction(tuple(course.vector for course in courses), group, spend)
     factor, length = _scaled(direction, courses, targets, rules.covered.grafts)
     limit = clip.rms_clip(length, direction.size, group["update_clip"])
     if limit is not None:

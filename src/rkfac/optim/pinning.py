@@ -21,7 +21,7 @@ def pin(blocks: Iterable[Block], group_of: Mapping[int, Mapping[str, Any]], stat
         if group is None:
             continue
         block.naturalize()
-        before, after = block.rowwise, block.pinned(group)
+        before, after = block.rowwise, block.pinned(group) if _together(block, group_of) else None
         if before is not after:
             block.carry([p.grad for p in block.parameters], before, after)
             if grafts:
@@ -31,7 +31,14 @@ def pin(blocks: Iterable[Block], group_of: Mapping[int, Mapping[str, Any]], stat
                 block.carry(buffers, before, after)
                 if after is None:
                     _move_decay(block, state, 1.0)
-        block.rowwise, block.natural = after, False
+        block.hold(after)
+
+
+def _together(block: Block, group_of: Mapping[int, Mapping[str, Any]]) -> bool:
+    """Whether weight and bias are treated alike: only then can their momentum change coordinates together."""
+    groups = [group_of.get(id(p)) for p in block.parameters]
+    kinds = {None if g is None else (g.get("momentum"), g.get("nesterov"), g["maximize"]) for g in groups}
+    return len(kinds) == 1 and None not in kinds
 
 
 def _move_decay(block: Block, state: State, sign: float) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import warnings
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -218,7 +219,7 @@ class Block(ABC):
                 numbers, settings.loss_average, settings.sampled, loss_scale, summed=self.positions_summed
             )
             if finite:
-                self.rows = pending.rows
+                self.rows = pending.tokens
                 for factor, moment in zip(self.factors.values(), pending.moments, strict=True):
                     factor.take(moment, group["factor_decay"])
             self.discard()
@@ -262,7 +263,8 @@ class Block(ABC):
     # --- natural gradients in the backward pass, for blocks that know how
 
     rowwise: Rowwise | None = None  # what the coming gradients are preconditioned by, row by row, on their way
-    natural = False  # whether .grad holds natural gradients since the last step
+    natural = False  # whether .grad got natural gradients since the last step
+    _held: Callable[[], Tensor | None] | None = None  # the .grad that was natural in the last one
 
     def pinned(self, group: Group) -> Rowwise | None:
         """What rows are to be preconditioned by under the present basis and damping; the same object while these stay."""
@@ -275,8 +277,21 @@ class Block(ABC):
 
     def naturalize(self) -> None:
         """Precondition gradients that came another way than through the layer (a compiled graph, or by hand), in place."""
-        if self.rowwise is not None and not self.natural and self.weight.grad is not None:
+        gradient = self.weight.grad
+        # What was natural in the last step still is, if nobody dropped it.
+        known = self.natural or (self._held is not None and self._held() is gradient)
+        if self.rowwise is not None and not known and gradient is not None:
             self.carry([p.grad for p in self.parameters], None, self.rowwise)
+
+    def let_go(self) -> None:
+        """The gradients are gone."""
+        self.natural, self._held = False, None
+
+    def hold(self, rowwise: Rowwise | None) -> None:
+        """The gradients that are there now are natural ones of this preconditioner (None: plain)."""
+        gradient = self.weight.grad
+        self.rowwise, self.natural = rowwise, False
+        self._held = None if rowwise is None or gradient is None else weakref.ref(gradient)
 
     # --- memory
 

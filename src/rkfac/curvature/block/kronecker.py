@@ -15,7 +15,7 @@ from rkfac.curvature.block.direction import Direction
 from rkfac.curvature.factor import DenseFactor, DiagonalFactor, Factor
 from rkfac.curvature.moment import DiagonalMoment, Moment
 from rkfac.layers.base import KroneckerAdapter, statistics_dtype
-from rkfac.linalg import Itself, Part, Preconditioner, Rowwise, Whole, peak, preconditioner
+from rkfac.linalg import Itself, Part, Preconditioner, Rowwise, Whole, peak, preconditioner, unit_of
 
 ROWS_A_RANK = 32  # an automatic rank is a 32nd of the batch at most: applied, a twentieth of forward and backward
 LEAST_AFFORDABLE = 16
@@ -133,11 +133,13 @@ class KroneckerBlock(Block):
 
     def pinned(self, group: Group) -> Rowwise | None:
         """Only where rows are cheaper than matrices and each side has digits enough."""
-        if not self.settings.backward or not self.ready or self.retired:
+        if not self.settings.backward or not self.ready or self.retired or not self.weight.requires_grad:
             return None
         if self._in_backward is None:
             d_G, d_A = self.output.shape[-1], self.input.shape[-1]
-            self._in_backward = self.adapter.rowwise and self.rows * (d_G + d_A) < 2 * d_G * d_A
+            # Gradients of 16 bits have too few digits for their length before to be told from them.
+            wide = self.weight.dtype.itemsize > 2
+            self._in_backward = wide and self.adapter.rowwise and self.rows * (d_G + d_A) < 2 * d_G * d_A
         key = (self.version, float(group["damping"]), self.weight.device)
         if self._pinned is None or self._pinned[0] != key:
             self._pinned = (key, self._rowwise(key[1]) if self._in_backward else None)
@@ -171,16 +173,19 @@ class KroneckerBlock(Block):
 
     def _arrived(self, gradients: tuple[Tensor, ...], rowwise: Rowwise) -> Direction:
         """The gradients are the direction; their length before is asked for where a step shall have it."""
-        vectors = [g.to(rowwise.dtype) for g in gradients]
+        size = unit_of(gradients)
+        vectors = [g.to(rowwise.dtype) if size is None else (g / size).to(rowwise.dtype) for g in gradients]
         energies = cache(lambda: rowwise.energies(vectors[0], vectors[1] if len(vectors) > 1 else None))
         one = torch.ones((), dtype=torch.float64, device=self.weight.device)
+        true = one if size is None else size.double()
+        length = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(v).double() for v in vectors]))
         return Direction(
             tuple(Itself(one) for _ in gradients),
             rowwise.scale,
             sum(g.numel() for g in gradients),
-            given=lambda: energies()[0].sqrt(),
-            length=torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(v).double() for v in vectors])),
-            along=lambda: energies()[1],
+            given=lambda: energies()[0].sqrt() * true,
+            length=length * true,
+            along=lambda: energies()[1] * true.square(),
         )
 
     def state_dict(self) -> dict[str, Any]:
