@@ -292,3 +292,88 @@ def test_a_scaler_changes_nothing() -> None:
             scaler.update()
         found.append(flat(model))
     assert_same([found[1]], [found[0]], 1e-10)
+
+
+def test_what_is_not_natural_keeps_the_steps_of_the_other_way() -> None:
+    """A bias under other rules, a penalty in the loss, the same gradient stepped on twice."""
+
+    def penalised(model: nn.Module, x: Tensor, y: Tensor) -> None:
+        (F.cross_entropy(model(x), y) + 0.1 * sum(p.square().sum() for p in model.parameters())).backward()
+
+    def groups(model: nn.Module, **own: Any) -> list[dict[str, Any]]:
+        biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
+        weights = [p for name, p in model.named_parameters() if name.endswith("weight")]
+        return [{"params": weights}, {"params": biases, **own}]
+
+    for own in ({"momentum": 0.0}, {"maximize": True}, {"lr": 0.01}):
+        found = []
+        for apply in ("step", "backward"):
+            model = network()
+            optimizer = rkfac.RSKFAC(model, params=groups(model, **own), apply=apply, momentum=0.9, **EVERY)
+            found.append(train(model, optimizer))
+        assert_same(found[1], found[0], 1e-10)
+    plain, natural = (train(*made, one_pass=penalised) for made in pair({"momentum": 0.9}))
+    assert_same(natural, plain, 1e-10)
+    found = []
+    for model, optimizer in pair({"momentum": 0.9}):
+        for x, y in batches(6):
+            optimizer.zero_grad()
+            plain_pass(model, x, y)
+            optimizer.step()
+            optimizer.step()
+        found.append([flat(model)])
+    assert_same(found[1], found[0], 1e-10)
+
+
+def test_other_tensors_in_the_parameters_place_get_their_own_gradients() -> None:
+    model = network()
+    optimizer = rkfac.RSKFAC(model, apply="backward", **EVERY)
+    train(model, optimizer, 3)
+    optimizer.zero_grad()
+    fast = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    x, y = next(batches(1))
+    F.cross_entropy(torch.func.functional_call(model, fast, (x,)), y).backward()
+    assert all(t.grad is not None for t in fast.values())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_of_two_optimizers_the_later_one_decides() -> None:
+    model = network()
+    first = rkfac.RSKFAC(model, apply="backward", **EVERY)
+    train(model, first, 3)
+    later = rkfac.RSKFAC(model, apply="step", **EVERY)
+    x, y = next(batches(1))
+    twin = copy.deepcopy(model)
+    for one in (model, twin):
+        one.zero_grad()
+        plain_pass(one, x, y)
+    torch.testing.assert_close(model[0].weight.grad, twin[0].weight.grad, rtol=0, atol=0)
+    later.close()
+    first.close()
+
+
+def test_a_bias_frozen_on_the_way_is_refused_by_the_layers_name() -> None:
+    model = network()
+    optimizer = rkfac.RSKFAC(model, apply="backward", **EVERY)
+    train(model, optimizer, 3)
+    model[0].bias.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="bias of layer '0' was frozen or unfrozen"):
+        model(next(batches(1))[0])
+
+
+def test_a_basis_that_changes_its_precision_carries_the_momentum_over() -> None:
+    found = []
+    for model, optimizer in pair({"momentum": 0.9, "damping": 0.01, "rank": 32}, torch.float32):
+        found.append(train(model, optimizer, 9, dtype=torch.float32))
+    assert_same(found[1], found[0], 1e-3)
+
+
+@pytest.mark.parametrize("scale", [1e-20, 1e-18, 1e12])
+def test_gradients_of_any_size_take_the_same_steps_in_float32(scale: float) -> None:
+    found = []
+    for model, optimizer in pair({"graft": None, "momentum": 0.0, "lr": 1e-3, "damping": 0.3}, torch.float32):
+        optimizer.param_groups[0]["lr"] = 1e-3 * scale  # the natural gradient of a scaled loss is smaller by the scale
+        seen = train(model, optimizer, 5, lambda m, x, y: (F.cross_entropy(m(x), y) * scale).backward(), torch.float32)
+        assert flat(model).isfinite().all()
+        found.append(seen)
+    assert_same(found[1], found[0], 1e-4)

@@ -20,17 +20,17 @@ def pin(blocks: Iterable[Block], group_of: Mapping[int, Mapping[str, Any]], stat
         group = group_of.get(id(block.weight))
         if group is None:
             continue
-        block.naturalize()
         before, after = block.rowwise, block.pinned(group) if _together(block, group_of) else None
-        if before is not after:
-            block.carry([p.grad for p in block.parameters], before, after)
-            if grafts:
-                if before is None:
-                    _move_decay(block, state, -1.0)
-                buffers = [state[p].get("momentum_buffer") if p in state else None for p in block.parameters]
-                block.carry(buffers, before, after)
-                if after is None:
-                    _move_decay(block, state, 1.0)
+        arrived = before if block.arrived_natural else None
+        if arrived is not after and block.weight.grad is not None:
+            block.carry([p.grad for p in block.parameters], arrived, after)
+        if before is not after and grafts:
+            if before is None:
+                _move_decay(block, state, -1.0)
+            buffers = [state[p].get("momentum_buffer") if p in state else None for p in block.parameters]
+            block.carry(buffers, before, after)
+            if after is None:
+                _move_decay(block, state, 1.0)
         block.hold(after)
 
 

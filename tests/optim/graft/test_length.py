@@ -157,3 +157,62 @@ def test_a_bias_without_a_group_takes_no_share_of_the_length() -> None:
     moved = torch.linalg.norm(layer.weight.detach() - before)
     torch.testing.assert_close(moved, 0.1 * torch.linalg.norm(layer.weight.grad))
     assert torch.equal(layer.bias, bias)
+
+
+@pytest.mark.parametrize("shape, rank, batch", [((2520, 10), 64, 8), ((10, 3000), 16, 8), ((2520, 4), 4, 4)])
+def test_a_layer_with_one_narrow_side_has_sgds_length_in_float32(shape: tuple[int, int], rank: int, batch: int) -> None:
+    """One side is kept whole, the other cut: there the length was a difference of large numbers."""
+    torch.manual_seed(0)
+    layer = nn.Linear(*shape)
+    optimizer = stated.RSKFAC(
+        layer, lr=1.0, momentum=0.0, rank=rank, damping=0.3, relative_to="mean", tail="trace", factor_every=1
+    )
+    for _ in range(4):
+        before = layer.weight.detach().double().clone(), layer.bias.detach().double().clone()
+        optimizer.zero_grad()
+        target = torch.randn(batch, shape[1]) * torch.logspace(0, -2, shape[1])
+        (100 * F.mse_loss(layer(torch.randn(batch, shape[0]) * torch.logspace(0, -3, shape[0])), target)).backward()
+        optimizer.step()
+        moved = [(a - b.detach().double()).norm() for a, b in zip(before, (layer.weight, layer.bias), strict=True)]
+        plain = [p.grad.double().norm() for p in (layer.weight, layer.bias)]
+        assert float(torch.stack(moved).norm()) == pytest.approx(float(torch.stack(plain).norm()), rel=1e-3)
+
+
+def test_a_bias_without_a_group_takes_no_share_with_momentum_either() -> None:
+    """The vector that is asked for its own part must not have been spent on the length of the whole."""
+    torch.manual_seed(0)
+    layer = nn.Linear(300, 300)
+    optimizer = stated.RSKFAC(
+        layer, lr=1.0, momentum=0.9, params=[layer.weight], rank=20, damping=3.0, relative_to="mean", factor_every=1
+    )
+    buffer = torch.zeros_like(layer.weight)
+    for _ in range(4):
+        before = layer.weight.detach().double().clone()
+        optimizer.zero_grad()
+        F.mse_loss(layer(torch.randn(16, 300)), torch.randn(16, 300)).backward()
+        buffer.mul_(0.9).add_(layer.weight.grad)
+        optimizer.step()
+        moved = (before - layer.weight.detach().double()).norm()
+        assert float(moved) == pytest.approx(float(buffer.norm()), rel=1e-3)
+
+
+@pytest.mark.parametrize("graft", ["sgd", None])
+@pytest.mark.parametrize("order", [(2, 3, 1, 0), (0, 2, 3, 1), (1, 0, 2, 3)])
+def test_any_order_of_a_weights_memory_takes_the_same_steps(order: tuple[int, ...], graft: Any) -> None:
+    """As weights loaded from elsewhere have it: no view of such a weight is a matrix."""
+    found = []
+    for stored in (False, True):
+        torch.manual_seed(0)
+        model = convnet()
+        if stored:
+            for module in model.modules():
+                if isinstance(module, nn.Conv2d):
+                    back = [order.index(i) for i in range(4)]
+                    module.weight.data = module.weight.data.permute(order).contiguous().permute(back)
+        optimizer = stated.RSKFAC(model, lr=0.05, momentum=0.9, graft=graft, rank=3, damping=0.1, factor_every=1)
+        torch.manual_seed(1)
+        for _ in range(3):
+            step(model, optimizer, images())
+        found.append(parameters(model))
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value, rtol=1e-9, atol=1e-11)

@@ -97,6 +97,7 @@ class Block(ABC):
         self.retired = ""  # why it is not preconditioned any more
         self.missed = 0  # steps in a row in which statistics were wanted, a gradient came, and no call was seen
         self.failures = 0  # refreshes in a row that failed
+        self.penalised = False  # whether its gradient holds more than its calls explain, as a penalty in the loss
         self.rows = 0  # that the layer's gradient was the sum of at the last statistics
         self.clip: Tensor | None = None
         self._stopwatch = Stopwatch(("statistics", "refresh", "apply"))
@@ -162,6 +163,7 @@ class Block(ABC):
             found = sum((self._adapter.gradient(self.module, x, g) for x, g in calls), torch.zeros_like(gradient))
             size = torch.linalg.vector_norm(gradient.double())
             rest, weight = (gradient - found).double(), self.weight.double()
+            self.penalised = not bool(torch.linalg.vector_norm(rest) <= 1e-2 * size)
             # A multiple of the weight is a penalty in the loss, of which a branch that starts at zero has little else.
             rest = rest - (rest * weight).sum() / weight.square().sum().clamp_min(1e-300) * weight
             difference = float(torch.linalg.vector_norm(rest) / size)
@@ -275,13 +277,14 @@ class Block(ABC):
         if before is not None or after is not None:
             raise NotImplementedError(f"a {self.kind} block preconditions no rows")
 
-    def naturalize(self) -> None:
-        """Precondition gradients that came another way than through the layer (a compiled graph, or by hand), in place."""
+    @property
+    def arrived_natural(self) -> bool:
+        """Whether .grad holds natural gradients: of this step's backward passes, or of the last step and not dropped since.
+
+        Others came another way than through the layer (a compiled graph, or by hand).
+        """
         gradient = self.weight.grad
-        # What was natural in the last step still is, if nobody dropped it.
-        known = self.natural or (self._held is not None and self._held() is gradient)
-        if self.rowwise is not None and not known and gradient is not None:
-            self.carry([p.grad for p in self.parameters], None, self.rowwise)
+        return self.natural or (gradient is not None and self._held is not None and self._held() is gradient)
 
     def let_go(self) -> None:
         """The gradients are gone."""

@@ -137,9 +137,10 @@ class KroneckerBlock(Block):
             return None
         if self._in_backward is None:
             d_G, d_A = self.output.shape[-1], self.input.shape[-1]
-            # Gradients of 16 bits have too few digits for their length before to be told from them.
-            wide = self.weight.dtype.itemsize > 2
-            self._in_backward = wide and self.adapter.rowwise and self.rows * (d_G + d_A) < 2 * d_G * d_A
+            # Gradients of 16 bits have too few digits for their length before to be told from them; terms of the weight
+            # itself in the loss do not come through the layer.
+            fit = self.weight.dtype.itemsize > 2 and not self.penalised
+            self._in_backward = fit and self.adapter.rowwise and self.rows * (d_G + d_A) < 2 * d_G * d_A
         key = (self.version, float(group["damping"]), self.weight.device)
         if self._pinned is None or self._pinned[0] != key:
             self._pinned = (key, self._rowwise(key[1]) if self._in_backward else None)
