@@ -97,13 +97,11 @@ class _Natural(torch.autograd.Function):
         layer.natural = True
         # float32 or better, whatever autocast did to the forward pass
         rows, inputs = (t.reshape(-1, t.shape[-1]).to(rowwise.dtype) for t in (g, x))
-        if ctx.has_bias:
-            inputs = torch.cat([inputs, inputs.new_ones(len(inputs), 1)], dim=1)
-        rows, inputs = rowwise.G(rows), rowwise.A(inputs)
+        rows = rowwise.G(rows)
         if not ctx.has_bias:
-            return before, (rows.mT @ inputs).to(weight.dtype), None, None, None, None
-        of_weight = rows.mT @ inputs[:, :-1]
-        return before, of_weight.to(weight.dtype), (rows.mT @ inputs[:, -1]).to(weight.dtype), None, None, None
+            return before, (rows.mT @ rowwise.A(inputs)).to(weight.dtype), None, None, None, None
+        inputs, ones = rowwise.A.beside_one(inputs)
+        return before, (rows.mT @ inputs).to(weight.dtype), (rows.mT @ ones).to(weight.dtype), None, None, None
 
 
 def silence_others(layer: Preconditioned, own: NaturalHook) -> None:

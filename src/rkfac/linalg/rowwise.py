@@ -31,6 +31,16 @@ class Side:
             return (inside * self.kept) @ self.U.mT
         return torch.addmm(rows, inside * (self.kept / self.rest - 1), self.U.mT).mul_(self.rest)
 
+    def beside_one(self, rows: Float[Tensor, "n dw"]) -> tuple[Float[Tensor, "n dw"], Float[Tensor, "n"]]:
+        """Every row [row | 1] times the matrix, the last column apart: a copy of all rows beside a one would be odd."""
+        U, last = self.U[:-1], self.U[-1]
+        inside = rows @ U + last
+        if self.rest is None:
+            inside = inside * self.kept
+            return inside @ U.mT, inside @ last
+        inside = inside * (self.kept / self.rest - 1)
+        return torch.addmm(rows, inside, U.mT).mul_(self.rest), (inside @ last + 1).mul_(self.rest)
+
     def to(self, dtype: torch.dtype) -> Side:
         """The same in another precision."""
         return Side(self.U.to(dtype), self.kept.to(dtype), None if self.rest is None else self.rest.to(dtype))
@@ -85,8 +95,8 @@ class Rowwise:
         both, output, input, rest = (t.square() for t in (both, output, input, rest))
         self._before = Energies(both, output, input, rest, G.full, A.full)
 
-    def energies(self, S: Tensor, s: Tensor | None) -> tuple[Tensor, Tensor]:
-        """||J||^2 and <S, J> for the J that [S | s] (in units) was made from, in float64, without forming it."""
+    def energies(self, S: Tensor, s: Tensor | None, square: Tensor) -> tuple[Tensor, Tensor]:
+        """||J||^2 and <S, J> for the J that [S | s] (in units, ||[S | s]||^2 = square) was made from, in float64."""
         U_G, U_A = self.G.U, self.A.U
         P = U_G.mT @ S
         if s is not None:
@@ -94,9 +104,7 @@ class Rowwise:
         R = S @ U_A[: S.shape[1]]
         if s is not None:
             R = R.addr_(s, U_A[-1])
-        norms = torch.linalg.vector_norm(S).double().square()
-        norms = norms if s is None else norms + torch.linalg.vector_norm(s).double().square()
-        known = (P @ U_A, None if self.A.rest is None else P, None if self.G.rest is None else R, norms)
+        known = (P @ U_A, None if self.A.rest is None else P, None if self.G.rest is None else R, square)
         return self._before.of(*known), self._inner.of(*known)
 
     def carry_(self, W: Float[Tensor, "dg dw"], b: Float[Tensor, "dg"] | None, before: Rowwise | None) -> None:

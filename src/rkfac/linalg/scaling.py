@@ -6,13 +6,10 @@ Gram matrix or shift of a very large or very small one leaves the range (squares
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-
-from rkfac.linalg.host import at_once
 
 
 def magnitude(X: Tensor, dim: tuple[int, ...]) -> Tensor:
@@ -44,9 +41,7 @@ def peak(t: Tensor) -> Tensor:
     return torch.maximum(-low, high)
 
 
-def unit_of(tensors: Sequence[Tensor]) -> Tensor | None:
-    """A power of two near their largest entry, where squares of these could leave float32; None where they cannot."""
-    largest = torch.stack([peak(t).float() for t in tensors]).amax()
-    if at_once(largest) and (1e-12 < float(largest) < 1e12 or not 0 < float(largest) < math.inf):
-        return None
+def unit_of(tensors: Sequence[Tensor]) -> Tensor:
+    """A power of two near their largest entry, in float64."""
+    largest = torch.stack([peak(t).double() for t in tensors]).amax()
     return power_near(largest.clamp(2.0**-120, 2.0**120))

@@ -15,8 +15,9 @@ from rkfac.curvature.block.direction import Direction
 from rkfac.curvature.factor import DenseFactor, DiagonalFactor, Factor
 from rkfac.curvature.moment import DiagonalMoment, Moment
 from rkfac.layers.base import KroneckerAdapter, statistics_dtype
-from rkfac.linalg import Itself, Part, Preconditioner, Rowwise, Whole, peak, preconditioner, unit_of
+from rkfac.linalg import Itself, Part, Preconditioner, Rowwise, Whole, at_once, peak, preconditioner, unit_of
 
+SAFE = (1e-15, 1e15)  # lengths whose square float32 can hold
 ROWS_A_RANK = 32  # an automatic rank is a 32nd of the batch at most: applied, a twentieth of forward and backward
 LEAST_AFFORDABLE = 16
 SMALL_LAYER = 40_000  # entries of a weight below which operations cost more than the flops of any rank
@@ -174,12 +175,14 @@ class KroneckerBlock(Block):
 
     def _arrived(self, gradients: tuple[Tensor, ...], rowwise: Rowwise) -> Direction:
         """The gradients are the direction; their length before is asked for where a step shall have it."""
-        size = unit_of(gradients)
-        vectors = [g.to(rowwise.dtype) if size is None else (g / size).to(rowwise.dtype) for g in gradients]
-        energies = cache(lambda: rowwise.energies(vectors[0], vectors[1] if len(vectors) > 1 else None))
         one = torch.ones((), dtype=torch.float64, device=self.weight.device)
-        true = one if size is None else size.double()
-        length = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(v).double() for v in vectors]))
+        vectors, true, length = [g.to(rowwise.dtype) for g in gradients], one, _length(gradients)
+        if not at_once(length) or not SAFE[0] < float(length) < SAFE[1]:
+            true = unit_of(gradients)
+            vectors = [(g / true).to(rowwise.dtype) for g in gradients]
+            length = _length(vectors)
+        bias = vectors[1] if len(vectors) > 1 else None
+        energies = cache(lambda: rowwise.energies(vectors[0], bias, length.square()))
         return Direction(
             tuple(Itself(one) for _ in gradients),
             rowwise.scale,
@@ -228,3 +231,8 @@ class KroneckerBlock(Block):
             shares = self.settings.damping.shares(group["damping"], self.input, self.output)
             facts["damping_input"], facts["damping_output"] = (float(share.mean()) for share in shares)
         return facts
+
+
+def _length(tensors: Sequence[Tensor]) -> Tensor:
+    """Of all of them together, in float64."""
+    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(t).double() for t in tensors]))
