@@ -10,7 +10,7 @@ import gc
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,7 +75,7 @@ def measure(name: str, optimizer: str) -> dict[str, Any]:
     entrant.optimizer.zero_grad(set_to_none=True)
     gc.collect()
     parameters = nbytes(entrant.model.parameters())
-    everything = nbytes(thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor))
+    everything = nbytes(living())
     elsewhere = nbytes([*entrant.model.parameters(), *entrant.model.buffers(), *tensors(batches)])
     return {
         "problem": problem.name,
@@ -85,6 +85,18 @@ def measure(name: str, optimizer: str) -> dict[str, Any]:
         "peak": peak,
         "checkpoint": checkpoint_size(entrant.optimizer),
     }
+
+
+def living() -> Iterator[torch.Tensor]:
+    """All tensors of the process that have memory of their own; sparse, fake and wrapped ones have none."""
+    for thing in gc.get_objects():
+        if type(thing) not in (torch.Tensor, torch.nn.Parameter):
+            continue
+        try:
+            thing.untyped_storage().data_ptr()
+        except (RuntimeError, NotImplementedError):
+            continue
+        yield thing
 
 
 def peak_memory() -> int:
