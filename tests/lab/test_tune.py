@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -428,7 +429,13 @@ def test_ctrl_c_stops_all_and_each_writes_down_how_far_it_came(tmp_path):
     command += ["--jobs", "2", "--out", str(tmp_path), "--set", "max_steps=100000", "--epochs", "100000"]
     paths = os.pathsep.join([str(Path(tune.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, start_new_session=True, env={**os.environ, "PYTHONPATH": paths}
+        command,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": paths},
+        # A suite in the background of a shell ignores Ctrl-C, and so would whatever it starts.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     folders = [tmp_path / "tuning" / name for name in ("sgd-lr0.1", "sgd-lr0.3")]
     try:
