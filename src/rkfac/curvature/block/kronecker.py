@@ -19,7 +19,7 @@ from rkfac.linalg import Itself, Part, Preconditioner, Rowwise, Whole, at_once, 
 
 SAFE = (1e-15, 1e15)  # lengths whose square float32 can hold
 ROWS_A_RANK = 32  # an automatic rank is a 32nd of the batch at most: applied, a twentieth of forward and backward
-LEAST_AFFORDABLE = 16
+LEAST_AFFORDABLE = 32  # fewer were worse on the digits (docs/performance.md)
 SMALL_LAYER = 40_000  # entries of a weight below which operations cost more than the flops of any rank
 
 
