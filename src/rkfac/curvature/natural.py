@@ -104,8 +104,8 @@ class _Natural(torch.autograd.Function):
         return before, (rows.mT @ inputs).to(weight.dtype), (rows.mT @ ones).to(weight.dtype), None, None, None
 
 
-def silence_others(layer: Preconditioned, own: NaturalHook) -> None:
-    """Of two optimizers on one model the later one decides what its gradients are."""
-    for hook in compat.forward_hooks(layer.module):
-        if isinstance(hook, NaturalHook) and hook is not own:
+def silence_others(module: nn.Module) -> None:
+    """Of two optimizers on one model the later one, which is about to be built, decides what its gradients are."""
+    for hook in compat.forward_hooks(module):
+        if isinstance(hook, NaturalHook):
             hook.silent = True

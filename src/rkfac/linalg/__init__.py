@@ -5,13 +5,9 @@ from rkfac.linalg.exact import eigh
 from rkfac.linalg.host import at_once
 from rkfac.linalg.kronecker import (
     Diagonal,
-    Itself,
     Multipliers,
-    Part,
     Preconditioner,
     Solution,
-    Terms,
-    Whole,
     factored,
     preconditioner,
     product,
@@ -19,12 +15,14 @@ from rkfac.linalg.kronecker import (
 from rkfac.linalg.lowrank import LowRank
 from rkfac.linalg.online import correct, online_update
 from rkfac.linalg.orthonormal import orthonormal
+from rkfac.linalg.parts import Itself, Part, Terms, Whole
 from rkfac.linalg.rank import adaptive, inverse_error, probe_error, sufficient_rank, trace_error
 from rkfac.linalg.rowwise import Rowwise
-from rkfac.linalg.scaling import peak, unit_of
+from rkfac.linalg.scaling import SAFE, peak, unit_of
 from rkfac.linalg.sketch import nystrom, rsvd, srevd
 
 __all__ = [
+    "SAFE",
     "DecompositionError",
     "Diagonal",
     "Itself",

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial, singledispatch
 
@@ -21,7 +21,8 @@ from torch import Tensor
 
 from rkfac.linalg.host import at_once
 from rkfac.linalg.lowrank import LowRank
-from rkfac.linalg.scaling import peak
+from rkfac.linalg.parts import Corrected, Part, Whole, same
+from rkfac.linalg.scaling import SAFE, peak
 from rkfac.linalg.shapes import Float
 
 # Share of rounding in S up to which the short formula J + left @ right may be used: there the kept modes come out as
@@ -30,9 +31,6 @@ TOLERATED = 5e-4
 ROUNDINGS = 4  # of size eps ||J|| that one short solve is good for
 MEASURED = 1e-3  # share of ||J||^2 below which ||S||^2 (in units) is too much of a difference to be had from the blocks
 OVERHEAD = 1e7  # flops that the operations of a thin solve beyond an explicit one are worth on a CPU
-SAFE = (1e-15, 1e15)  # lengths whose square float32 can hold
-
-Terms = Sequence[tuple[Tensor, float]]  # what a vector is the sum of, with their coefficients
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,138 +109,6 @@ def _normalised(both: Tensor, output: Tensor, input: Tensor, rest: Tensor) -> Mu
     return Multipliers(both / scale, output / scale, input / scale, rest / scale, scale)
 
 
-class Part(ABC):
-    """One parameter's share of S, in units of the solution's scale; `terms` add up to what was preconditioned."""
-
-    @abstractmethod
-    def add_to(self, target: Tensor, amount: Tensor, terms: Terms, keep: float = 1.0) -> None:
-        """target <- keep * target + amount * share, in place; `amount` is one float64 number on the device."""
-
-    @abstractmethod
-    def masked(self, keep: Tensor) -> Part:
-        """The same where `keep` (one truth value on the device) holds, zero elsewhere; without a synchronisation."""
-
-    def formed(self, like: Tensor, terms: Terms) -> Tensor:
-        """The share itself in float64 (inspection, tests and rare cases)."""
-        whole = torch.zeros_like(like, dtype=torch.float64)
-        self.add_to(whole, whole.new_ones(()), terms)
-        return whole
-
-
-def same(tensor: Tensor) -> Tensor:
-    """The view of a tensor that is a matrix already."""
-    return tensor
-
-
-@dataclass(frozen=True, eq=False)
-class Whole(Part):
-    """A share that was formed, entries of about one; `matrix` views a tensor like the parameter in its shape."""
-
-    tensor: Tensor
-    matrix: Callable[[Tensor], Tensor] = same
-
-    def add_to(self, target: Tensor, amount: Tensor, terms: Terms, keep: float = 1.0) -> None:
-        """In one pass where precision and memory allow it."""
-        if keep != 1.0:
-            target.mul_(keep)
-        into = self.matrix(target)
-        if not _shares_memory(into, target):
-            whole = _room(target, self.tensor.dtype, self.matrix)
-            self.add_to(whole, amount, terms)
-            target.add_(whole.to(target.dtype))
-        elif target.dtype == self.tensor.dtype:
-            into.addcmul_(self.tensor, amount.to(target.dtype))
-        else:
-            into.add_((self.tensor * amount.to(self.tensor.dtype)).to(target.dtype))
-
-    def masked(self, keep: Tensor) -> Whole:
-        """Zero, or the same."""
-        return replace(self, tensor=torch.where(keep, self.tensor, torch.zeros_like(self.tensor)))
-
-
-@dataclass(frozen=True, eq=False)
-class Itself(Part):
-    """What the terms add up to, `amount` times or, where it is refused, not at all."""
-
-    share: Tensor
-
-    def add_to(self, target: Tensor, amount: Tensor, terms: Terms, keep: float = 1.0) -> None:
-        """A pass for each term."""
-        if keep != 1.0:
-            target.mul_(keep)
-        number = amount * self.share
-        if at_once(number) and float(number) == 0:
-            return
-        if at_once(number) and SAFE[0] ** 2 < abs(float(number)) < SAFE[1] ** 2:
-            for term, coefficient in terms:
-                target.addcmul_(term.to(target.dtype), number.to(target.dtype) * coefficient)
-            return
-        # A number that float32 does not hold may be the multiple of something as small as it is large.
-        for term, coefficient in terms:
-            target.add_((term.double() * (number * coefficient)).to(target.dtype))
-
-    def masked(self, keep: Tensor) -> Itself:
-        """None of it, or the same."""
-        return Itself(torch.where(keep, self.share, torch.zeros_like(self.share)))
-
-
-@dataclass(frozen=True, eq=False)
-class Corrected(Part):
-    """rest * unit * J + left @ right, J being the sum of `terms`; `matrix` views a tensor like the parameter as J is.
-
-    `rest` None: J takes no part, for nothing was discarded. `unit` None: J is of moderate size.
-    """
-
-    matrix: Callable[[Tensor], Tensor]
-    rest: Float[Tensor, "*batch"] | None
-    unit: Float[Tensor, ""] | None
-    left: Float[Tensor, "*batch dg k"]
-    right: Float[Tensor, "*batch k dw"]
-
-    def add_to(self, target: Tensor, amount: Tensor, terms: Terms, keep: float = 1.0) -> None:
-        """The thin product first, then J: nothing of the target's size is made on the way."""
-        dtype, into = self.left.dtype, self.matrix(target)
-        if target.dtype != dtype or not _shares_memory(into, target):  # weights of 16 bits, a basis of 64, odd strides
-            whole = _room(target, dtype, self.matrix)
-            self.add_to(whole, amount, terms)
-            target.mul_(keep).add_(whole.to(target.dtype))
-            return
-        number = amount.to(dtype)
-        rest = None if self.rest is None else number * self.rest
-        rest = rest[..., None, None] if rest is not None and rest.ndim else rest
-        own = sum(coefficient for term, coefficient in terms if term is target)
-        if own and rest is not None:  # while it still is what the terms say
-            into.mul_(keep + own * (rest if self.unit is None else rest * self.unit))
-            keep = 1.0
-        add = torch.Tensor.addmm_ if into.ndim == 2 else torch.Tensor.baddbmm_
-        add(into, self.left * number, self.right, beta=keep)
-        if rest is None:
-            return
-        for term, coefficient in terms:
-            if term is not target:
-                J = self.matrix(term).to(dtype)
-                into.addcmul_(J if self.unit is None else J * self.unit, rest * coefficient)
-
-    def masked(self, keep: Tensor) -> Corrected:
-        """Without J and with thin matrices of zeros."""
-        left, right = (torch.where(keep, t, torch.zeros_like(t)) for t in (self.left, self.right))
-        rest = None if self.rest is None else torch.where(keep, self.rest, torch.zeros_like(self.rest))
-        return replace(self, left=left, right=right, rest=rest)
-
-
-def _room(like: Tensor, dtype: torch.dtype, matrix: Callable[[Tensor], Tensor]) -> Tensor:
-    """Zeros in the shape of a tensor that `matrix` can view: in the usual order of dimensions, or with channels last."""
-    plain = torch.zeros(like.shape, dtype=dtype, device=like.device)
-    if _shares_memory(matrix(plain), plain):
-        return plain
-    return torch.zeros(like.movedim(1, -1).shape, dtype=dtype, device=like.device).movedim(-1, 1)
-
-
-def _shares_memory(view: Tensor, tensor: Tensor) -> bool:
-    """Whether writing into what was meant as a view writes into the tensor: reshaping may have made a copy."""
-    return view.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
-
-
 @dataclass(frozen=True, eq=False)
 class Solution:
     """S = scale * [weight's share | bias's share]; `scale` and all numbers are float64 and on the device.
@@ -310,8 +176,8 @@ def _(A: Diagonal, G: LowRank, multipliers: Multipliers) -> Preconditioner:
     return _OneHot(G, multipliers)
 
 
-class Energies:
-    """sum of (multiplier x energy of J) over the four blocks, from the energies of projections that overlap."""
+class Overlapping:
+    """Multipliers of the four blocks as those of projections that overlap: of U_G^T J U_A, U_G^T J, J U_A and J."""
 
     def __init__(self, both: Tensor, output: Tensor, input: Tensor, rest: Tensor, G_full: bool, A_full: bool) -> None:
         self.both, self.output, self.input, self.rest = both, output, input, rest
@@ -323,8 +189,11 @@ class Energies:
             self.both = self.both + rest[..., None, None]
             self.output, self.input = output - rest[..., None], input - rest[..., None]
 
-    def of(self, K: Tensor, P: Tensor | None, R: Tensor | None, norms: Tensor) -> Tensor:
-        """K = U_G^T J U_A, P = U_G^T J (None: A is full), R = J U_A (None: G is full), norms = ||J||^2 a group."""
+    def total(self, K: Tensor, P: Tensor | None, R: Tensor | None, norms: Tensor) -> Tensor:
+        """sum of (multiplier x energy of J) over the four blocks.
+
+        K = U_G^T J U_A, P = U_G^T J (None: A is full), R = J U_A (None: G is full), norms = ||J||^2 a group.
+        """
         total = (self.both * K.double().square()).sum()
         if P is not None:
             total = total + (self.output * torch.linalg.vector_norm(P, dim=-1).double().square()).sum()
@@ -338,25 +207,17 @@ class _Short(Preconditioner):
 
     def __init__(self, G: LowRank, A: LowRank, m: Multipliers) -> None:
         self.U_G, self.U_A, self.scale = G.U, A.U, m.scale
-        self.m = m
         # Then what J is multiplied by is a number in its precision, whatever J is.
         self.moderate = _moderate(m.scale)
         self.dtype = G.U.dtype
         self.G_full, self.A_full = G.full, A.full
-        self.squares = Energies(m.both.square(), m.output.square(), m.input.square(), m.rest.square(), G.full, A.full)
-        both, output, input, rest = (t.to(G.U) for t in (m.both, m.output, m.input, m.rest))
-        self.both, self.rest = both, rest
+        self.plain = Overlapping(m.both, m.output, m.input, m.rest, G.full, A.full)
+        both, output, input, rest = (t.square() for t in (m.both, m.output, m.input, m.rest))
+        self.squares = Overlapping(both, output, input, rest, G.full, A.full)
         # What the thin factors are made of: multipliers of what the multiple of J has not done yet.
-        self.on_output = (output if G.full else output - rest[..., None])[..., :, None]
-        self.on_input = (input if A.full else input - rest[..., None])[..., None, :]
-        corner = both.clone()
-        if not A.full:
-            corner -= output[..., :, None]
-        if not G.full:
-            corner -= input[..., None, :]
-        if not (A.full or G.full):
-            corner += rest[..., None, None]
-        self.corner = corner
+        self.both, self.rest, self.corner = (t.to(G.U) for t in (m.both, m.rest, self.plain.both))
+        self.on_output = self.plain.output.to(G.U)[..., :, None]
+        self.on_input = self.plain.input.to(G.U)[..., None, :]
 
     def solve(
         self, J: Tensor, j: Tensor | None, matrix: Callable[[Tensor], Tensor] = same, spend: bool = False
@@ -380,15 +241,11 @@ class _Short(Preconditioner):
         rest = None if R is None or self.A_full else self.rest
         part = Corrected(matrix, rest, unit, left, right[..., :width])
         energies = (K, None if self.A_full else P, R, norms)
-        square = self.squares.of(*energies)
+        square = self.squares.total(*energies)
         if not (self.G_full and self.A_full) and not self._certain(square, norms):
             square = self._formed(J, part, bias, spend)
         given = norms.sum().sqrt() * size
-        return Solution(part, bias, self.scale * size, size, given, square, partial(self._inner, *energies))
-
-    def _inner(self, K: Tensor, P: Tensor | None, R: Tensor | None, norms: Tensor) -> Tensor:
-        m = self.m
-        return Energies(m.both, m.output, m.input, m.rest, self.G_full, self.A_full).of(K, P, R, norms)
+        return Solution(part, bias, self.scale * size, size, given, square, partial(self.plain.total, *energies))
 
     def _thin(self, P: Tensor, K: Tensor, R: Tensor | None) -> tuple[Tensor, Tensor]:
         """left and right, the latter with the bias's column."""

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rkfac.linalg.kronecker import TOLERATED, Energies, Multipliers
+from rkfac.linalg.kronecker import TOLERATED, Multipliers, Overlapping
 from rkfac.linalg.lowrank import LowRank
 from rkfac.linalg.shapes import Float
+
+Projections = tuple[Tensor, Tensor | None, Tensor | None, Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,12 +93,12 @@ class Rowwise:
         self.precise = torch.finfo(self.dtype).eps * spread <= TOLERATED  # whether rows keep digits enough
         blocks = m.both, m.output, m.input, m.rest
         both, output, input, rest = (_reciprocal(t) for t in blocks)
-        self._inner = Energies(both, output, input, rest, G.full, A.full)
+        self._inner = Overlapping(both, output, input, rest, G.full, A.full)
         both, output, input, rest = (t.square() for t in (both, output, input, rest))
-        self._before = Energies(both, output, input, rest, G.full, A.full)
+        self._before = Overlapping(both, output, input, rest, G.full, A.full)
 
-    def energies(self, S: Tensor, s: Tensor | None, square: Tensor) -> tuple[Tensor, Tensor]:
-        """||J||^2 and <S, J> for the J that [S | s] (in units, ||[S | s]||^2 = square) was made from, in float64."""
+    def projections(self, S: Tensor, s: Tensor | None, square: Tensor) -> Projections:
+        """Of [S | s] (in units, ||[S | s]||^2 = square) onto the kept modes: what its lengths before follow from."""
         U_G, U_A = self.G.U, self.A.U
         P = U_G.mT @ S
         if s is not None:
@@ -104,8 +106,15 @@ class Rowwise:
         R = S @ U_A[: S.shape[1]]
         if s is not None:
             R = R.addr_(s, U_A[-1])
-        known = (P @ U_A, None if self.A.rest is None else P, None if self.G.rest is None else R, square)
-        return self._before.of(*known), self._inner.of(*known)
+        return P @ U_A, None if self.A.rest is None else P, None if self.G.rest is None else R, square
+
+    def before(self, known: Projections) -> Tensor:
+        """||J||^2 for the J that was preconditioned, in float64."""
+        return self._before.total(*known)
+
+    def inner(self, known: Projections) -> Tensor:
+        """<S, J>, in float64."""
+        return self._inner.total(*known)
 
     def carry_(self, W: Float[Tensor, "dg dw"], b: Float[Tensor, "dg"] | None, before: Rowwise | None) -> None:
         """[W | b], preconditioned by `before` (None: not at all), preconditioned by this one instead; in place."""

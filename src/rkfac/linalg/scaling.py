@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+SAFE = (1e-15, 1e15)  # lengths whose square float32 can hold
+
 
 def magnitude(X: Tensor, dim: tuple[int, ...]) -> Tensor:
     """Largest absolute value along `dim` (kept), NaN if there is one; no copy, and a tenth of the time of vector_norm."""

@@ -119,12 +119,11 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         found = cover(self._model, self._choice, self._make_block, self._all_parameters(), self._blocks.keys())
         for block in found.blocks.values():
             self._capture.attach(block)
-            hook = NaturalHook(block)
-            silence_others(block, hook)
+            silence_others(block.module)
             if self._settings.backward:
                 # The first hook of all: what it returns is the output that the others see.
-                register = partial(block.module.register_forward_hook, hook, with_kwargs=True, prepend=True)
-                self._capture.install(register)
+                hook = partial(block.module.register_forward_hook, NaturalHook(block), with_kwargs=True, prepend=True)
+                self._capture.install(hook)
         known = self._blocks | found.blocks
         # In the model's order, so that random numbers of a shared generator do not depend on when a layer joined.
         self._blocks = {name: known[name] for name, _ in self._model.named_modules() if name in known}

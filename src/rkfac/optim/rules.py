@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from rkfac.linalg import Terms, at_once
+from rkfac.linalg import SAFE, Terms, at_once
 from rkfac.optim.clip import within
 from rkfac.optim.gate import moderate
 from rkfac.optim.scratch import Scratch
@@ -293,9 +293,6 @@ def decay_of(group: Group, step: int) -> float:
 def longest(group: Group) -> float:
     """What an update or a buffer is multiplied by at most."""
     return max(1.0, float(group["lr"]) * max(1.0, group["fallback_scale"]))
-
-
-SAFE = (1e-15, 1e15)  # lengths whose square float32 can hold
 
 
 def square_of(vector: Tensor) -> Tensor:

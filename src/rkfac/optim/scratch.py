@@ -30,8 +30,3 @@ class Scratch:
                     return room.view(tensor.shape)
                 expected *= length
         return room.as_strided(tensor.shape, tensor.stride())
-
-    @property
-    def nbytes(self) -> int:
-        """What is held between steps."""
-        return sum(memory.nbytes for memory in self._memory.values())

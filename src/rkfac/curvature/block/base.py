@@ -274,8 +274,7 @@ class Block(ABC):
 
     def carry(self, tensors: Sequence[Tensor | None], before: Rowwise | None, after: Rowwise | None) -> None:
         """Bring preconditioned tensors, one a parameter, from one preconditioner to another, in place."""
-        if before is not None or after is not None:
-            raise NotImplementedError(f"a {self.kind} block preconditions no rows")
+        assert before is after is None, f"a {self.kind} block preconditions no rows"
 
     @property
     def arrived_natural(self) -> bool:

@@ -15,9 +15,8 @@ from rkfac.curvature.block.direction import Direction
 from rkfac.curvature.factor import DenseFactor, DiagonalFactor, Factor
 from rkfac.curvature.moment import DiagonalMoment, Moment
 from rkfac.layers.base import KroneckerAdapter, statistics_dtype
-from rkfac.linalg import Itself, Part, Preconditioner, Rowwise, Whole, at_once, peak, preconditioner, unit_of
+from rkfac.linalg import SAFE, Itself, Part, Preconditioner, Rowwise, Whole, at_once, peak, preconditioner, unit_of
 
-SAFE = (1e-15, 1e15)  # lengths whose square float32 can hold
 ROWS_A_RANK = 32  # an automatic rank is a 32nd of the batch at most: applied, a twentieth of forward and backward
 LEAST_AFFORDABLE = 32  # fewer were worse on the digits (docs/performance.md)
 SMALL_LAYER = 40_000  # entries of a weight below which operations cost more than the flops of any rank
@@ -182,14 +181,14 @@ class KroneckerBlock(Block):
             vectors = [(g / true).to(rowwise.dtype) for g in gradients]
             length = _length(vectors)
         bias = vectors[1] if len(vectors) > 1 else None
-        energies = cache(lambda: rowwise.energies(vectors[0], bias, length.square()))
+        known = cache(lambda: rowwise.projections(vectors[0], bias, length.square()))
         return Direction(
             tuple(Itself(one) for _ in gradients),
             rowwise.scale,
             sum(g.numel() for g in gradients),
-            given=lambda: energies()[0].sqrt() * true,
+            given=lambda: rowwise.before(known()).sqrt() * true,
             length=length * true,
-            along=lambda: energies()[1] * true.square(),
+            along=lambda: rowwise.inner(known()) * true.square(),
         )
 
     def state_dict(self) -> dict[str, Any]:
