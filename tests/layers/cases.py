@@ -103,3 +103,13 @@ CASES = [
 ]
 
 each_case = pytest.mark.parametrize("case", CASES, ids=attrgetter("name"))
+
+
+LAYOUTS = ("contiguous", "channels last", "strided")
+
+
+def laid_out(x: Tensor, layout: str) -> Tensor:
+    """The same numbers in another order of memory."""
+    if layout == "channels last":
+        return x.movedim(1, -1).contiguous().movedim(-1, 1)
+    return x.repeat_interleave(2, dim=-1)[..., ::2] if layout == "strided" else x

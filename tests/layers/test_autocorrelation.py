@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from layers.cases import LAST
+from layers.cases import LAST, LAYOUTS, laid_out
 from rkfac.layers import KroneckerAdapter, adapter_for, autocorrelation, conv
 from rkfac.layers.base import statistics_dtype
 
@@ -76,12 +76,7 @@ def convolutions(draw: Any) -> tuple[nn.Module, Tensor]:
     kind, channels = (nn.Conv1d if dims == 1 else nn.Conv2d), draw(st.sampled_from([1, 3, 17]))
     module = kind(channels, 2, kernel, padding=padding, dilation=dilation, padding_mode=mode)
     x = torch.randn(draw(st.integers(1, 3)), channels, *sizes)
-    layout = draw(st.sampled_from(["contiguous", "channels last", "strided"]))
-    if layout == "channels last":
-        x = x.movedim(1, -1).contiguous().movedim(-1, 1)
-    elif layout == "strided":
-        x = x.repeat_interleave(2, dim=-1)[..., ::2]
-    return module.to(dtype), x.to(dtype)
+    return module.to(dtype), laid_out(x, draw(st.sampled_from(LAYOUTS))).to(dtype)
 
 
 @given(convolutions())

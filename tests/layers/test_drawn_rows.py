@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from layers.cases import CASES, Case, each_case
+from layers.cases import CASES, LAYOUTS, Case, each_case, laid_out
 from rkfac.layers import KroneckerAdapter, UnitAdapter, adapter_for, conv
 
 each_sharing = pytest.mark.parametrize("sharing", ["expand", "reduce"])
@@ -69,12 +69,7 @@ def convolutions(draw: Any) -> tuple[nn.Module, Tensor]:
         channels, groups, kernel, stride, padding, dilation, groups, padding_mode=draw(st.sampled_from(MODES))
     )
     x = torch.randn(draw(st.integers(1, 3)), channels, *(s + 5 for s in each(0, 2)))
-    layout = draw(st.sampled_from(["contiguous", "channels last", "strided"]))
-    if layout == "channels last":
-        x = x.movedim(1, -1).contiguous().movedim(-1, 1)
-    elif layout == "strided":
-        x = x.repeat_interleave(2, dim=-1)[..., ::2]
-    return module.to(dtype), x.to(dtype)
+    return module.to(dtype), laid_out(x, draw(st.sampled_from(LAYOUTS))).to(dtype)
 
 
 @given(convolutions(), st.randoms(use_true_random=False))

@@ -31,7 +31,7 @@ from rkfac.optim.pinning import pin
 from rkfac.optim.report import LayerReport, Spectra, covered_layer, described, listed, spectra, uncovered_layer
 from rkfac.optim.rules import GRAFTS, fallback_rule
 from rkfac.optim.scratch import Scratch
-from rkfac.optim.stagger import offsets
+from rkfac.optim.stagger import turns
 
 
 class CurvatureOptimizer(torch.optim.Optimizer):
@@ -219,22 +219,10 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         if any(p.grad is not None and p.grad.is_sparse for p in self._all_parameters()):
             raise RuntimeError("sparse gradients are not supported: build nn.Embedding with sparse=False")
 
-    def _turns(self) -> dict[str, int]:
-        """The step of its period at which each layer is refreshed. Of shapes and periods alone: a resumed run has the same."""
-        turns: dict[str, int] = {}
-        if self._settings.stagger:
-            sharing: dict[int, list[Block]] = {}
-            for block in self._blocks.values():
-                sharing.setdefault(self._group(block)["inverse_every"], []).append(block)
-            for period, blocks in sharing.items():
-                costs = tuple(float(sum(f.refresh_cost for f in block.factors.values())) for block in blocks)
-                turns |= zip((block.name for block in blocks), offsets(costs, period), strict=True)
-        return turns
-
     def _refresh(self) -> None:
-        turns = self._turns()
+        turn = turns(self._blocks.values(), self._group) if self._settings.stagger else {}
         for block in self._blocks.values():
-            due = self._settings.due(self._step, self._group(block)["inverse_every"], turns.get(block.name, 0))
+            due = self._settings.due(self._step, self._group(block)["inverse_every"], turn.get(block.name, 0))
             first = not block.ready and block.failures == 0
             if block.observed and not block.retired and block.weight.requires_grad and (due or first):
                 block.refresh(self._group(block))

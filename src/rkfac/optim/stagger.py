@@ -2,7 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
+from typing import Any
+
+from rkfac.curvature.block import Block
+
+
+def turns(blocks: Iterable[Block], group_of: Callable[[Block], Mapping[str, Any]]) -> dict[str, int]:
+    """The step of its period at which each layer is refreshed. Of shapes and periods alone: a resumed run has the same."""
+    sharing: dict[int, list[Block]] = {}
+    for block in blocks:
+        sharing.setdefault(group_of(block)["inverse_every"], []).append(block)
+    chosen: dict[str, int] = {}
+    for period, together in sharing.items():
+        costs = tuple(float(sum(f.refresh_cost for f in block.factors.values())) for block in together)
+        chosen |= zip((block.name for block in together), offsets(costs, period), strict=True)
+    return chosen
 
 
 @lru_cache(maxsize=32)
