@@ -21,9 +21,13 @@ Low = LowRank | Diagonal
 
 @dataclass(frozen=True)
 class Damping(ABC):
-    """One rule; damping is measured in units of a factor's "mean" or "largest" eigenvalue, or is absolute (None)."""
+    """One rule; damping is measured in units of a factor's "mean" or "largest" eigenvalue, or is absolute (None).
+
+    The damped curvature is taken to `power`: -1 is the natural gradient, -1/2 what Shampoo and Adam do.
+    """
 
     relative_to: str | None = "mean"
+    power: float = -1.0
 
     def size(self, factor: Factor[Any]) -> Tensor:
         """The eigenvalue that damping is measured in, a number a group; 1 for an absolute damping."""
@@ -43,9 +47,9 @@ class Damping(ABC):
         """What is added to the input and to the output factor's eigenvalues, a number a group, in float64."""
 
     def multipliers(self, damping: float, A: Factor[Any], G: Factor[Any]) -> Multipliers:
-        """The damped inverse of the two factors in use."""
+        """The damped inverse of the two factors in use, or another power."""
         damping_A, damping_G = self.shares(damping, A, G)
-        return factored(G.low, A.low, damping_G, damping_A)
+        return factored(G.low, A.low, damping_G, damping_A, self.power)
 
     def multiply(self, D: Tensor, damping: float, A: Factor[Any], G: Factor[Any]) -> Tensor:
         """The damped curvature times D: (G + l_G) D (A + l_A)."""
@@ -105,7 +109,7 @@ class Product(_Joint):
 
     def multipliers(self, damping: float, A: Factor[Any], G: Factor[Any]) -> Multipliers:
         """Does not factor."""
-        return product(G.low, A.low, self.total(damping, A, G))
+        return product(G.low, A.low, self.total(damping, A, G), self.power)
 
     def multiply(self, D: Tensor, damping: float, A: Factor[Any], G: Factor[Any]) -> Tensor:
         """G D A + l D."""

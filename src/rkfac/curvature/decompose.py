@@ -38,6 +38,7 @@ class Request:
     relative: bool
     generator: torch.Generator
     affordable: int | None = None  # the largest rank worth its cost, for automatic ranks
+    power: float = -1.0  # of the damped matrix that is wanted
     matrix: Tensor | None = None
     start: Tensor | None = None
     shift: float = 0.0
@@ -141,7 +142,8 @@ class _Sketched(Decomposition):
             request.damping,
             method=method,
             relative=request.relative,
-            share=self.share,
+            # A mode that changes the inverse by so much changes another power of the matrix by `share`.
+            share=1 - (1 - self.share) ** (-1 / request.power),
             max_rank=min((most for most in (self.max_rank, request.affordable) if most is not None), default=None),
             exact_if_cheaper=True,
             oversampling=oversampling,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rkfac import compat
+from rkfac.curvature.following import Follower
 from rkfac.curvature.hooks import Hook, first_tensor, full_precision
 from rkfac.linalg import Rowwise
 
@@ -25,6 +26,7 @@ class Preconditioned(Protocol):
     bias: bool
     rowwise: Rowwise | None
     natural: bool  # whether .grad got natural gradients since the last step
+    follower: Follower | None
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
@@ -99,8 +101,13 @@ class _Natural(torch.autograd.Function):
         rows, inputs = (t.reshape(-1, t.shape[-1]).to(rowwise.dtype) for t in (g, x))
         rows = rowwise.G(rows)
         if not ctx.has_bias:
-            return before, (rows.mT @ rowwise.A(inputs)).to(weight.dtype), None, None, None, None
+            inputs = rowwise.A(inputs)
+            if layer.follower is not None:
+                layer.follower.saw(rows, inputs, None)
+            return before, (rows.mT @ inputs).to(weight.dtype), None, None, None, None
         inputs, ones = rowwise.A.beside_one(inputs)
+        if layer.follower is not None:
+            layer.follower.saw(rows, inputs, ones)
         return before, (rows.mT @ inputs).to(weight.dtype), (rows.mT @ ones).to(weight.dtype), None, None, None
 
 

@@ -7,6 +7,7 @@ from rkfac.linalg.kronecker import (
     Diagonal,
     Multipliers,
     Preconditioner,
+    Seer,
     Solution,
     factored,
     preconditioner,
@@ -19,18 +20,23 @@ from rkfac.linalg.parts import Itself, Part, Terms, Whole
 from rkfac.linalg.rank import adaptive, inverse_error, probe_error, sufficient_rank, trace_error
 from rkfac.linalg.rowwise import Rowwise
 from rkfac.linalg.scaling import SAFE, peak, unit_of
+from rkfac.linalg.shadow import AGREEMENT, Modes, Shadow
 from rkfac.linalg.sketch import nystrom, rsvd, srevd
 
 __all__ = [
+    "AGREEMENT",
     "SAFE",
     "DecompositionError",
     "Diagonal",
     "Itself",
     "LowRank",
+    "Modes",
     "Multipliers",
     "Part",
     "Preconditioner",
     "Rowwise",
+    "Seer",
+    "Shadow",
     "Solution",
     "Terms",
     "Whole",

@@ -23,7 +23,11 @@ from rkfac.linalg.host import at_once
 from rkfac.linalg.lowrank import LowRank
 from rkfac.linalg.parts import Corrected, Part, Whole, same
 from rkfac.linalg.scaling import SAFE, peak
+from rkfac.linalg.shadow import Shadow
 from rkfac.linalg.shapes import Float
+
+# Tells the shadow of [J | j] whose squared length is given, where somebody may know it already.
+Seer = Callable[[Tensor, Tensor | None, Tensor], Shadow]
 
 # Share of rounding in S up to which the short formula J + left @ right may be used: there the kept modes come out as
 # differences of terms as large as the largest multiplier times J.
@@ -66,7 +70,7 @@ class Multipliers:
     input: Float[Tensor, "*batch ra"]
     rest: Float[Tensor, "*batch"]
     scale: Float[Tensor, ""]
-    # Where the blocks are products of one number a side: reciprocals of G's kept and discarded, A's kept and discarded.
+    # Where the blocks are products of one number a side: those of G's kept and discarded, A's kept and discarded.
     sides: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
 
     def spread(self) -> float:
@@ -74,33 +78,35 @@ class Multipliers:
         return float((1 / self.both.amin((-2, -1))).max())
 
 
-def factored(G: LowRank, A: LowRank | Diagonal, damping_G: float | Tensor, damping_A: float | Tensor) -> Multipliers:
-    """(G + l_G I)^-1 J (A + l_A I)^-1: the paper's rule (Algorithms 1 and 4)."""
-    g, g_rest = _reciprocals(G, damping_G)
-    a, a_rest = _reciprocals(A, damping_A)
+def factored(
+    G: LowRank, A: LowRank | Diagonal, damping_G: float | Tensor, damping_A: float | Tensor, power: float = -1.0
+) -> Multipliers:
+    """(G + l_G I)^-1 J (A + l_A I)^-1: the paper's rule (Algorithms 1 and 4); or both to another power."""
+    g, g_rest = _powers(G, damping_G, power)
+    a, a_rest = _powers(A, damping_A, power)
     blocks = g[..., :, None] * a[..., None, :], g * a_rest[..., None], a * g_rest[..., None], g_rest * a_rest
     return replace(_normalised(*blocks), sides=(g, g_rest, a, a_rest))
 
 
-def product(G: LowRank, A: LowRank | Diagonal, damping: float | Tensor) -> Multipliers:
-    """(A (x) G + l I)^-1 vec J: damping on the product spectrum, all four blocks."""
+def product(G: LowRank, A: LowRank | Diagonal, damping: float | Tensor, power: float = -1.0) -> Multipliers:
+    """(A (x) G + l I)^-1 vec J: damping on the product spectrum, all four blocks; or another power of it."""
     g, a, g_rest, a_rest = (t.double() for t in (G.s, A.s, G.fill, A.fill))
     l = torch.as_tensor(damping, dtype=torch.float64, device=g.device)
     discarded_G, discarded_A = float(not G.full), float(not A.full)
     return _normalised(
-        1 / (g[..., :, None] * a[..., None, :] + l[..., None, None]),
-        discarded_A / (g * a_rest[..., None] + l[..., None]),
-        discarded_G / (a * g_rest[..., None] + l[..., None]),
-        discarded_G * discarded_A / (g_rest * a_rest + l),
+        (g[..., :, None] * a[..., None, :] + l[..., None, None]) ** power,
+        discarded_A * (g * a_rest[..., None] + l[..., None]) ** power,
+        discarded_G * (a * g_rest[..., None] + l[..., None]) ** power,
+        discarded_G * discarded_A * (g_rest * a_rest + l) ** power,
     )
 
 
-def _reciprocals(low: LowRank | Diagonal, damping: float | Tensor) -> tuple[Tensor, Tensor]:
+def _powers(low: LowRank | Diagonal, damping: float | Tensor, power: float) -> tuple[Tensor, Tensor]:
     """Of the damped kept eigenvalues and of the damped rest, in float64; zero for a rest that does not exist."""
     s = low.s.double()
     l = torch.as_tensor(damping, dtype=torch.float64, device=s.device)
-    rest = 1 / (low.fill.double() + l)
-    return 1 / (s + l[..., None]), torch.zeros_like(rest) if low.full else rest
+    rest = (low.fill.double() + l) ** power
+    return (s + l[..., None]) ** power, torch.zeros_like(rest) if low.full else rest
 
 
 def _normalised(both: Tensor, output: Tensor, input: Tensor, rest: Tensor) -> Multipliers:
@@ -135,6 +141,8 @@ class Solution:
 class Preconditioner(ABC):
     """A damped Kronecker inverse made ready for many gradients."""
 
+    projects = False  # whether a solve asks for projections onto the kept modes of both sides
+
     @abstractmethod
     def solve(
         self,
@@ -142,10 +150,12 @@ class Preconditioner(ABC):
         j: Float[Tensor, "*batch dg"] | None,
         matrix: Callable[[Tensor], Tensor] = same,
         spend: bool = False,
+        seer: Seer | None = None,
     ) -> Solution:
         """S for the gradient [J | j]: J the weight's as a matrix, j the bias's (None without bias).
 
-        `matrix` views a tensor in the weight's shape as J is; `spend`: J is nobody else's and may be overwritten.
+        `matrix` views a tensor in the weight's shape as J is; `spend`: J is nobody else's and may be overwritten; `seer` is
+        asked for J's projections where they are needed and J is of moderate size.
         """
 
 
@@ -211,6 +221,7 @@ class _Short(Preconditioner):
         self.moderate = _moderate(m.scale)
         self.dtype = G.U.dtype
         self.G_full, self.A_full = G.full, A.full
+        self.projects = not (G.full or A.full)
         self.plain = Overlapping(m.both, m.output, m.input, m.rest, G.full, A.full)
         both, output, input, rest = (t.square() for t in (m.both, m.output, m.input, m.rest))
         self.squares = Overlapping(both, output, input, rest, G.full, A.full)
@@ -220,19 +231,17 @@ class _Short(Preconditioner):
         self.on_input = self.plain.input.to(G.U)[..., None, :]
 
     def solve(
-        self, J: Tensor, j: Tensor | None, matrix: Callable[[Tensor], Tensor] = same, spend: bool = False
+        self,
+        J: Tensor,
+        j: Tensor | None,
+        matrix: Callable[[Tensor], Tensor] = same,
+        spend: bool = False,
+        seer: Seer | None = None,
     ) -> Solution:
         J, j, norms, unit, size = _measured(J, j, self.U_G.dtype, self.moderate)
-        U_G, U_A, width = self.U_G, self.U_A, J.shape[-1]
-        P = U_G.mT @ J  # r_G x d_A
-        if j is not None:
-            P = _joined(P, (U_G.mT @ j[..., None])[..., 0])
-        K = P @ U_A  # r_G x r_A
-        R: Tensor | None = None
-        if not self.G_full:
-            R = J @ U_A[..., :width, :]  # d_G x r_A
-            if j is not None:
-                R = R + j[..., :, None] * U_A[..., -1:, :]
+        width = J.shape[-1]
+        P, R = self._shadow(J, j, norms, seer if unit is None else None)
+        K = P @ self.U_A  # r_G x r_A
         left, right = self._thin(P, K, R)
         bias = None
         if j is not None:
@@ -246,6 +255,18 @@ class _Short(Preconditioner):
             square = self._formed(J, part, bias, spend)
         given = norms.sum().sqrt() * size
         return Solution(part, bias, self.scale * size, size, given, square, partial(self.plain.total, *energies))
+
+    def _shadow(self, J: Tensor, j: Tensor | None, norms: Tensor, seer: Seer | None) -> tuple[Tensor, Tensor | None]:
+        """U_G^T [J | j] (r_G x d_A) and, where G's modes are not all there are, [J | j] U_A (d_G x r_A)."""
+        U_G, U_A = self.U_G, self.U_A
+        if seer is not None and self.projects:
+            shadow = seer(J, j, norms)
+            return shadow.output, shadow.input
+        P, R = U_G.mT @ J, None if self.G_full else J @ U_A[..., : J.shape[-1], :]
+        if j is None:
+            return P, R
+        P = _joined(P, (U_G.mT @ j[..., None])[..., 0])
+        return P, None if R is None else R + j[..., :, None] * U_A[..., -1:, :]
 
     def _thin(self, P: Tensor, K: Tensor, R: Tensor | None) -> tuple[Tensor, Tensor]:
         """left and right, the latter with the bias's column."""
@@ -287,7 +308,12 @@ class _Explicit(Preconditioner):
         self.moderate = _moderate(self.scale)
 
     def solve(
-        self, J: Tensor, j: Tensor | None, matrix: Callable[[Tensor], Tensor] = same, spend: bool = False
+        self,
+        J: Tensor,
+        j: Tensor | None,
+        matrix: Callable[[Tensor], Tensor] = same,
+        spend: bool = False,
+        seer: Seer | None = None,
     ) -> Solution:
         J, j, norms, _, size = _measured(J, j, self.dtype, self.moderate)
         given = _joined(J, j)
@@ -327,13 +353,18 @@ class _Watched(Preconditioner):
     """The quick formula, and the exact one for a J so deep in the kept modes that S is hardly larger than its rounding."""
 
     def __init__(self, quick: _Short | _Explicit, precise: Callable[[], Preconditioner]) -> None:
-        self.quick, self.precise = quick, precise
+        self.quick, self.precise, self.projects = quick, precise, quick.projects
         self.exact: Preconditioner | None = None
 
     def solve(
-        self, J: Tensor, j: Tensor | None, matrix: Callable[[Tensor], Tensor] = same, spend: bool = False
+        self,
+        J: Tensor,
+        j: Tensor | None,
+        matrix: Callable[[Tensor], Tensor] = same,
+        spend: bool = False,
+        seer: Seer | None = None,
     ) -> Solution:
-        solution = self.quick.solve(J, j, matrix)
+        solution = self.quick.solve(J, j, matrix, seer=seer)
         rounding = ROUNDINGS * torch.finfo(self.quick.dtype).eps * solution.given
         if rounding <= TOLERATED * solution.square.sqrt() * solution.size:
             return solution
@@ -354,7 +385,12 @@ class _Exact(Preconditioner):
         self.rest_G, self.rest_A = not G.full, not A.full
 
     def solve(
-        self, J: Tensor, j: Tensor | None, matrix: Callable[[Tensor], Tensor] = same, spend: bool = False
+        self,
+        J: Tensor,
+        j: Tensor | None,
+        matrix: Callable[[Tensor], Tensor] = same,
+        spend: bool = False,
+        seer: Seer | None = None,
     ) -> Solution:
         weight, bias, size = _in_units_of_its_peak(J, j, torch.float64)
         given = _joined(weight, bias)
@@ -382,7 +418,12 @@ class _OneHot(Preconditioner):
         self.both, self.input = m.both.to(G.U), m.input.to(G.U)
 
     def solve(
-        self, J: Tensor, j: Tensor | None, matrix: Callable[[Tensor], Tensor] = same, spend: bool = False
+        self,
+        J: Tensor,
+        j: Tensor | None,
+        matrix: Callable[[Tensor], Tensor] = same,
+        spend: bool = False,
+        seer: Seer | None = None,
     ) -> Solution:
         given, _, size = _in_units_of_its_peak(J, None, self.G.U.dtype)
         K = self.G.U.mT @ given

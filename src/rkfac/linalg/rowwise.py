@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rkfac.linalg.kronecker import TOLERATED, Multipliers, Overlapping
+from rkfac.linalg.kronecker import TOLERATED, Multipliers, Overlapping, Seer
 from rkfac.linalg.lowrank import LowRank
 from rkfac.linalg.shapes import Float
 
@@ -87,6 +87,7 @@ class Rowwise:
         g, g_rest, a, a_rest = m.sides
         self.scale, self.dtype = m.scale, G.U.dtype
         self.G, self.A = _side(G, g, g_rest), _side(A, a, a_rest)
+        self.projects = not (G.full or A.full)  # whether lengths ask for projections onto the kept modes of both sides
         spread = max(
             float((t / t[t > 0].amin()).amax()) for t in (torch.cat([g, g_rest[None]]), torch.cat([a, a_rest[None]]))
         )
@@ -97,8 +98,11 @@ class Rowwise:
         both, output, input, rest = (t.square() for t in (both, output, input, rest))
         self._before = Overlapping(both, output, input, rest, G.full, A.full)
 
-    def projections(self, S: Tensor, s: Tensor | None, square: Tensor) -> Projections:
+    def projections(self, S: Tensor, s: Tensor | None, square: Tensor, seer: Seer | None = None) -> Projections:
         """Of [S | s] (in units, ||[S | s]||^2 = square) onto the kept modes: what its lengths before follow from."""
+        if seer is not None and self.projects:
+            shadow = seer(S, s, square)
+            return shadow.output @ self.A.U, shadow.output, shadow.input, square
         U_G, U_A = self.G.U, self.A.U
         P = U_G.mT @ S
         if s is not None:

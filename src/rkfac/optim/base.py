@@ -14,6 +14,7 @@ from torch.nn.parameter import UninitializedParameter
 from rkfac.curvature.block import Block, KroneckerBlock, Settings, UnitBlock
 from rkfac.curvature.capture import Capture, close_with
 from rkfac.curvature.fisher import Likelihood
+from rkfac.curvature.following import RowHook
 from rkfac.curvature.hooks import full_precision
 from rkfac.curvature.natural import NaturalHook, silence_others
 from rkfac.curvature.sampled import SampledCapture
@@ -21,7 +22,7 @@ from rkfac.layers import Adapter, KroneckerAdapter, UnitAdapter
 from rkfac.optim import memory
 from rkfac.optim.adaptive import LevenbergMarquardt, Watch
 from rkfac.optim.amp import loss_scale
-from rkfac.optim.arguments import GROUP_RULES, check_group
+from rkfac.optim.arguments import GROUP_RULES, check_group, check_power
 from rkfac.optim.collecting import commit, notice_unseen, retire
 from rkfac.optim.compiled import run_eagerly, unwrapped
 from rkfac.optim.coverage import Choice, cover, owners_of, refuse_processes, refuse_sharded, warn_of_little
@@ -120,10 +121,11 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         for block in found.blocks.values():
             self._capture.attach(block)
             silence_others(block.module)
-            if self._settings.backward:
-                # The first hook of all: what it returns is the output that the others see.
-                hook = partial(block.module.register_forward_hook, NaturalHook(block), with_kwargs=True, prepend=True)
-                self._capture.install(hook)
+            # The first hook of all: what it returns is the output that the others see.
+            hook = NaturalHook(block) if self._settings.backward else RowHook(block)
+            self._capture.install(
+                partial(block.module.register_forward_hook, hook, with_kwargs=True, prepend=True)
+            )
         known = self._blocks | found.blocks
         # In the model's order, so that random numbers of a shared generator do not depend on when a layer joined.
         self._blocks = {name: known[name] for name, _ in self._model.named_modules() if name in known}
@@ -132,8 +134,9 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         self._plan()
 
     def _plan(self) -> None:
-        """Decide what the coming step collects. Called after every step and whenever groups change."""
+        """Decide what the coming step collects. Called after every step and whenever what decides it changes."""
         assert self._capture is not None
+        self._planned = self._deciding()
         self._group_of = {id(p): group for group in self.param_groups for p in group["params"]}
         for block in self._blocks.values():
             first = block.weight.requires_grad and not block.observed
@@ -143,6 +146,11 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             if not self._closed:
                 self._capture.follow(block)
         self._activate()
+
+    def _deciding(self) -> tuple[Any, ...]:
+        """What a plan depends on that may be changed by others between two steps."""
+        periods = tuple(group["factor_every"] for group in self.param_groups)
+        return periods, tuple(block.weight.requires_grad for block in self._blocks.values())
 
     def _activate(self) -> None:
         assert self._capture is not None
@@ -160,7 +168,8 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             self._discard()
             for block in self._blocks.values():
                 block.let_go()
-            self._plan()  # schedulers may have changed the periods since the step
+            if self._planned != self._deciding():  # schedulers may have changed the periods since the step
+                self._plan()
 
     def _discard(self) -> None:
         for block in self._blocks.values():
@@ -213,6 +222,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             check_group(group)
             if group["kl_clip"] != self.param_groups[0]["kl_clip"]:
                 raise ValueError("kl_clip bounds all layers together, so it must be the same in every parameter group")
+        check_power(self._settings.damping.power, self.param_groups[0]["kl_clip"], self._adaptive is not None)
 
     def _refuse_sparse(self) -> None:
         """Before anything is touched."""

@@ -14,7 +14,14 @@ from rkfac.curvature.decompose import RSVD, SREVD, Decomposition, Exact
 from rkfac.curvature.factor import Start
 from rkfac.curvature.fisher import NAMED, Likelihood
 from rkfac.optim.adaptive import LevenbergMarquardt
-from rkfac.optim.arguments import check_choice, check_flag, check_patterns, check_scaler, randomness_from
+from rkfac.optim.arguments import (
+    check_choice,
+    check_flag,
+    check_patterns,
+    check_power,
+    check_scaler,
+    randomness_from,
+)
 from rkfac.optim.base import CurvatureOptimizer
 from rkfac.optim.coverage import Choice
 from rkfac.optim.rules import GRAFTS
@@ -44,6 +51,8 @@ class KFAC(CurvatureOptimizer):
       weight_decay*     never preconditioned; as in torch's SGD (0 if not given) or AdamW (0.01); from step
                         `weight_decay_from`* on
       damping*          [lambda] in units of `relative_to`: a factor's "mean" or "largest" (paper) eigenvalue; None: absolute
+      power             the damped curvature is taken to this power, in [-1, 0): -1 is K-FAC's natural gradient, -0.5 the
+                        half-way that Shampoo, SOAP and Adam go; kl_clip needs -1
       damping_rule      "factored": l on each factor; "product": on the product spectrum; "pi": split by the trace ratio
       factor_decay*, factor_every*, inverse_every*   [rho, T_KU, T_KI]
       factor_start      "unbiased": averages are free of their start; "identity": they start from I, which damps the
@@ -95,6 +104,7 @@ class KFAC(CurvatureOptimizer):
         weight_decay: float | None = None,
         weight_decay_from: int = 0,
         damping: float = 1.0,
+        power: float = -1.0,
         damping_rule: Literal["factored", "product", "pi"] = "factored",
         relative_to: Literal["mean", "largest"] | None = "mean",
         factor_decay: float = 0.95,
@@ -147,6 +157,7 @@ class KFAC(CurvatureOptimizer):
                     raise ValueError(f"apply='backward' does not go with {what}: leave one of them away")
         check_choice("fallback", fallback, ("sgd", "adamw", None))
         check_choice("relative_to", relative_to, ("mean", "largest", None))
+        check_power(power, kl_clip, adaptive_damping is not None)
         check_flag("warm_start", warm_start)
         check_flag("eager_start", eager_start)
         check_flag("stagger", stagger)
@@ -168,7 +179,7 @@ class KFAC(CurvatureOptimizer):
                 raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
         settings = Settings(
             decomposition=type(self).preset if decomposition is None else decomposition,
-            damping=RULES[damping_rule](relative_to),
+            damping=RULES[damping_rule](relative_to, float(power)),
             tail=tail,
             warm_start=warm_start,
             weight_sharing=weight_sharing,

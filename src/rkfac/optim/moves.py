@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rkfac.curvature.block import Block, Direction
+from rkfac.curvature.following import Origin
 from rkfac.linalg import Terms, at_once
 from rkfac.optim import clip
 from rkfac.optim.gate import Gate, bounded, moderate, most
@@ -158,7 +159,9 @@ def _preconditioned(
         room = scratch if p is block.weight else Scratch()
         courses.append(rules.covered.course(p, target.gradient, state[p], own, room, natural))
     spend = courses[0].spend and None not in targets  # what does not move leaves a question to the vector itself
-    direction = block.direction(tuple(course.vector for course in courses), group, spend)
+    direction = block.direction(
+        tuple(course.vector for course in courses), group, spend, _origin(courses, [t for t in targets if t is not None])
+    )
     factor, length = _scaled(direction, courses, targets, rules.covered.grafts)
     limit = clip.rms_clip(length, direction.size, group["update_clip"])
     if limit is not None:
@@ -182,6 +185,14 @@ def _preconditioned(
     block.clip = limit
     inner = None if group["kl_clip"] is None else direction.inner  # now: what it was made from is overwritten soon
     return Preconditioned(block, direction, factor, targets, natural, inner)
+
+
+def _origin(courses: Sequence[Course], targets: Sequence[Target]) -> Origin | None:
+    """Where the courses come from, if that is the same for all parameters of a layer."""
+    mixture = courses[0].mixture
+    if mixture is None or len(targets) < len(courses) or any(course.mixture != mixture for course in courses):
+        return None
+    return Origin(mixture, tuple(target.gradient for target in targets))
 
 
 def _scaled(

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from rkfac.curvature.following import Blend, Mixture
 from rkfac.linalg import SAFE, Terms, at_once
 from rkfac.optim.clip import within
 from rkfac.optim.gate import moderate
@@ -32,12 +33,14 @@ class Course(NamedTuple):
 
     `square` None: the vector's own, or, under a rule that does not graft, the preconditioner's. `spend`: the vector is in
     memory that may be overwritten. `finite`: whether everything else the rule will use is; None: the vector shows it.
+    `mixture`: what the vector and the coming momentum are of gradient and momentum; None: something else is in them.
     """
 
     vector: Tensor
     square: Tensor | None = None
     spend: bool = False
     finite: Tensor | None = None
+    mixture: Mixture | None = None
 
 
 class Rule(ABC):
@@ -101,7 +104,7 @@ class Own(Rule):
     ) -> Course:
         """The gradient."""
         finite = moderate(state["momentum_buffer"], False, longest(group)) if group["momentum"] else None
-        return Course(gradient, finite=finite)
+        return Course(gradient, finite=finite, mixture=Mixture(Blend(1.0, 0.0), None))
 
     def follow(
         self, p: Tensor, gradient: Tensor, state: State, group: Group, decay: float, add: Add, natural: bool
@@ -170,14 +173,17 @@ class SGD(Rule):
         """torch's direction without its decay, at its own length."""
         momentum = group["momentum"]
         if not momentum:
-            return Course(gradient)
+            return Course(gradient, mixture=Mixture(Blend(1.0, 0.0), None))
         ahead = 1 + momentum if group["nesterov"] else 1.0
         # The buffer's weight beside the gradient's: m, or with Nesterov m^2 beside 1 + m.
         beside = momentum**2 / ahead if group["nesterov"] else momentum
         vector = torch.add(gradient, state["momentum_buffer"], alpha=beside, out=scratch.like(p))
         if state["decay_share"] and not natural:
             vector.sub_(p, alpha=beside * state["decay_share"])
-        return Course(vector if ahead == 1.0 else vector.mul_(ahead), spend=True)
+        mixture = None
+        if natural or not (state["decay_share"] or group["weight_decay"]):
+            mixture = Mixture(Blend(ahead, ahead * beside), Blend(1.0, momentum))
+        return Course(vector if ahead == 1.0 else vector.mul_(ahead), spend=True, mixture=mixture)
 
     def follow(
         self, p: Tensor, gradient: Tensor, state: State, group: Group, decay: float, add: Add, natural: bool
@@ -266,7 +272,8 @@ class AdamW(Rule):
         finite = moderate(square, False)  # an infinite square would be a step of zero, and stay
         denominator = square.sqrt_().div_((1 - second**step) ** 0.5).add_(group["eps"])
         length = square_of(torch.div(mean, denominator, out=square)) / (1 - first**step) ** 2
-        return Course(mean, length, spend=True, finite=finite)
+        blend = Blend(1 - first, first)
+        return Course(mean, length, spend=True, finite=finite, mixture=Mixture(blend, blend))
 
     def follow(
         self, p: Tensor, gradient: Tensor, state: State, group: Group, decay: float, add: Add, natural: bool

@@ -19,6 +19,7 @@ from rkfac.curvature.block.direction import Direction
 from rkfac.curvature.damping import Damping
 from rkfac.curvature.decompose import Decomposition, Request
 from rkfac.curvature.factor import Factor, Start
+from rkfac.curvature.following import Follower, Origin
 from rkfac.curvature.moment import Moment
 from rkfac.curvature.randomness import Randomness, subset
 from rkfac.curvature.statistics import Statistics
@@ -70,6 +71,7 @@ class Settings:
             damping=damping[0],
             relative=damping[1],
             affordable=affordable,
+            power=self.damping.power,
             generator=self.randomness.generator("sketch", layer, side, number),
         )
 
@@ -255,12 +257,19 @@ class Block(ABC):
     # --- step
 
     @abstractmethod
-    def direction(self, gradients: tuple[Tensor, ...], group: Group, spend: bool = False) -> Direction:
-        """The preconditioned gradient, given one tensor a parameter; `spend`: the weight's may be overwritten."""
+    def direction(
+        self, gradients: tuple[Tensor, ...], group: Group, spend: bool = False, origin: Origin | None = None
+    ) -> Direction:
+        """The preconditioned gradient, given one tensor a parameter; `spend`: the weight's may be overwritten.
+
+        `origin`: what these are of the gradients of this step and of their momentum, where they are no more than that.
+        """
 
     @abstractmethod
     def multiply(self, change: tuple[Tensor, ...], group: Group) -> tuple[Tensor, ...]:
         """The damped curvature under the block's own approximation, times a change of the parameters."""
+
+    follower: Follower | None = None  # of the rows of its coming gradients, for blocks that know how
 
     # --- natural gradients in the backward pass, for blocks that know how
 
@@ -288,6 +297,8 @@ class Block(ABC):
     def let_go(self) -> None:
         """The gradients are gone."""
         self.natural, self._held = False, None
+        if self.follower is not None:
+            self.follower.drop()
 
     def hold(self, rowwise: Rowwise | None) -> None:
         """The gradients that are there now are natural ones of this preconditioner (None: plain)."""

@@ -13,9 +13,22 @@ from torch import Tensor, nn
 from rkfac.curvature.block.base import Block, Group, Settings
 from rkfac.curvature.block.direction import Direction
 from rkfac.curvature.factor import DenseFactor, DiagonalFactor, Factor
+from rkfac.curvature.following import Follower, Origin
 from rkfac.curvature.moment import DiagonalMoment, Moment
 from rkfac.layers.base import KroneckerAdapter, statistics_dtype
-from rkfac.linalg import SAFE, Itself, Part, Preconditioner, Rowwise, Whole, at_once, peak, preconditioner, unit_of
+from rkfac.linalg import (
+    SAFE,
+    Itself,
+    Part,
+    Preconditioner,
+    Rowwise,
+    Seer,
+    Whole,
+    at_once,
+    peak,
+    preconditioner,
+    unit_of,
+)
 
 ROWS_A_RANK = 32  # an automatic rank is a 32nd of the batch at most: applied, a twentieth of forward and backward
 LEAST_AFFORDABLE = 32  # fewer were worse on the digits (docs/performance.md)
@@ -40,8 +53,9 @@ class KroneckerBlock(Block):
         self.output = DenseFactor(self.adapter.output_shape(self.module), start, like)
         self._prepared: tuple[tuple[Any, ...], Preconditioner] | None = None
         self._in_backward: bool | None = None  # not decided yet
+        self._followed: tuple[Any, ...] | None = None  # what it was decided for whether rows are followed
         self._pinned: tuple[tuple[Any, ...], Rowwise | None] | None = None  # with the version and damping it is for
-        self.rowwise, self.natural = None, False
+        self.rowwise, self.natural, self.follower = None, False, None
 
     @property
     def factors(self) -> Mapping[str, Factor[Any]]:
@@ -108,15 +122,20 @@ class KroneckerBlock(Block):
             self._prepared = (key, preconditioner(low, self.output.low, multipliers))
         return self._prepared[1]
 
-    def direction(self, gradients: tuple[Tensor, ...], group: Group, spend: bool = False) -> Direction:
+    def direction(
+        self, gradients: tuple[Tensor, ...], group: Group, spend: bool = False, origin: Origin | None = None
+    ) -> Direction:
         """The two-sided solve, unless that was done on the way."""
         with self.timed("apply"):
-            if self.rowwise is not None:
-                return self._arrived(gradients, self.rowwise)
             self._follow()
+            inverse = self.rowwise or self._inverse(group)
+            self._follow_rows(inverse.projects)
+            seer = None if self.follower is None else partial(self.follower.shadow, origin=origin)
+            if self.rowwise is not None:
+                return self._arrived(gradients, self.rowwise, seer)
             matrix = partial(self.adapter.stored, self.module)
             j = self.adapter.vector(self.module, gradients[1]) if self.bias else None
-            solution = self._inverse(group).solve(matrix(gradients[0]), j, matrix, spend)
+            solution = self._inverse(group).solve(matrix(gradients[0]), j, matrix, spend, seer)
             parts: tuple[Part, ...] = (solution.weight,)
             if solution.bias is not None:
                 parts = (solution.weight, Whole(solution.bias.reshape(gradients[1].shape)))
@@ -128,6 +147,20 @@ class KroneckerBlock(Block):
                 length=solution.square.sqrt(),
                 along=lambda: solution.inner() * solution.size,
             )
+
+    def _follow_rows(self, projects: bool) -> None:
+        """Have the coming gradients' rows followed, where a basis asks for projections and rows are the cheaper way."""
+        key = (self.version, self.weight.device)
+        if self._followed == key:
+            return
+        self.follower, self._followed = None, key
+        # Elsewhere than on a CPU nobody could look whether what was followed is true.
+        if not (projects and self.adapter.rowwise and at_once(self.weight)):
+            return
+        G, A = self.output.low, self.input.low
+        few = 2 * self.rows * (G.dim + A.dim) < G.dim * A.dim
+        if few and self.weight.dtype == G.U.dtype == A.U.dtype:
+            self.follower = Follower(G, A, self.version)
 
     # --- natural gradients in the backward pass
 
@@ -172,16 +205,16 @@ class KroneckerBlock(Block):
             if tensor is not None and tensor is not part:
                 tensor.copy_(part)
 
-    def _arrived(self, gradients: tuple[Tensor, ...], rowwise: Rowwise) -> Direction:
+    def _arrived(self, gradients: tuple[Tensor, ...], rowwise: Rowwise, seer: Seer | None) -> Direction:
         """The gradients are the direction; their length before is asked for where a step shall have it."""
         one = torch.ones((), dtype=torch.float64, device=self.weight.device)
         vectors, true, length = [g.to(rowwise.dtype) for g in gradients], one, _length(gradients)
         if not at_once(length) or not SAFE[0] < float(length) < SAFE[1]:
-            true = unit_of(gradients)
+            true, seer = unit_of(gradients), None
             vectors = [(g / true).to(rowwise.dtype) for g in gradients]
             length = _length(vectors)
         bias = vectors[1] if len(vectors) > 1 else None
-        known = cache(lambda: rowwise.projections(vectors[0], bias, length.square()))
+        known = cache(lambda: rowwise.projections(vectors[0], bias, length.square(), seer))
         return Direction(
             tuple(Itself(one) for _ in gradients),
             rowwise.scale,
@@ -194,7 +227,8 @@ class KroneckerBlock(Block):
     def state_dict(self) -> dict[str, Any]:
         """Also the damping that the coming gradients are preconditioned with: momentum is in its coordinates."""
         damping = None if self._pinned is None or self.rowwise is None else self._pinned[0][1]
-        return {**super().state_dict(), "in_backward": self._in_backward, "pinned": damping}
+        follower = None if self.follower is None else self.follower.state_dict()
+        return {**super().state_dict(), "in_backward": self._in_backward, "pinned": damping, "follower": follower}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` saved."""
@@ -205,6 +239,11 @@ class KroneckerBlock(Block):
         self._in_backward = chosen
         if damping is not None:
             self.rowwise = self.pinned({"damping": damping})
+        if self.ready:  # what was decided when the basis was new
+            self._followed = (self.version, self.weight.device)
+        if state["follower"] is not None:
+            self.follower = Follower(self.output.low, self.input.low, self.version)
+            self.follower.load_state_dict(state["follower"])
 
     def multiply(self, change: tuple[Tensor, ...], group: Group) -> tuple[Tensor, ...]:
         """(G + l) D (A + l) for the factored rules, G D A + l D for the product rule."""

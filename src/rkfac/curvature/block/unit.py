@@ -13,6 +13,7 @@ from rkfac.curvature.block.base import Block, Group, Settings
 from rkfac.curvature.block.direction import Direction
 from rkfac.curvature.decompose import Exact
 from rkfac.curvature.factor import DenseFactor, Factor
+from rkfac.curvature.following import Origin
 from rkfac.curvature.moment import Moment
 from rkfac.layers.base import UnitAdapter, statistics_dtype
 from rkfac.linalg import Whole
@@ -69,11 +70,13 @@ class UnitBlock(Block):
         key = (self.version, float(group["damping"]), self.weight.device)
         if self._prepared is None or self._prepared[0] != key:
             low, damping = self.factor.low, self.settings.damping.unit(key[1], self.factor)
-            U = low.U.double()
-            self._prepared = (key, (U / (low.s + damping)[..., None, :]) @ U.mT)
+            U, powers = low.U.double(), (low.s + damping) ** self.settings.damping.power
+            self._prepared = (key, (U * powers[..., None, :]) @ U.mT)
         return self._prepared[1]
 
-    def direction(self, gradients: tuple[Tensor, ...], group: Group, spend: bool = False) -> Direction:
+    def direction(
+        self, gradients: tuple[Tensor, ...], group: Group, spend: bool = False, origin: Origin | None = None
+    ) -> Direction:
         """Small solves, all units at once and in float64."""
         with self.timed("apply"):
             self._follow()

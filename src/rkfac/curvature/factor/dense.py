@@ -17,6 +17,7 @@ from rkfac.linalg import LowRank
 from rkfac.linalg.symmetric import folded, folded_shape, mirror, unfolded
 
 SMALL_DAMPING = 5e-4  # in units of the largest eigenvalue: below it a refresh works and keeps its basis in float64
+NOISE = 1e-2  # by which rounding may change what the smallest modes are multiplied by
 TYPICAL_RANK = 256
 LARGEST_SHIFT = 2.0**100  # beyond it a matrix with entries of about one vanishes beside the identity
 
@@ -72,7 +73,10 @@ class DenseFactor(Factor[LowRank]):
         # At most; its entries are about one, so that no square overflows.
         largest = float(torch.linalg.vector_norm(request.X, dim=(-2, -1)).amax())
         damping = request.offset + request.shift + (0.0 if request.relative else request.damping)
-        return damping + (request.damping * largest if request.relative else 0.0) < SMALL_DAMPING * largest
+        damping += request.damping * largest if request.relative else 0.0
+        # What leaks out of the largest mode into the smallest is multiplied by the ratio of both to this power.
+        bound = max(SMALL_DAMPING ** (-1 / request.power), -request.power * torch.finfo(request.X.dtype).eps / NOISE)
+        return damping < bound * largest
 
     @property
     def refresh_cost(self) -> int:
