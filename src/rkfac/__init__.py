@@ -21,6 +21,7 @@ from rkfac.optim import (
     classical_defaults,
     paper_defaults,
     paper_schedules,
+    recipe,
 )
 
 __version__ = "0.1.0"
@@ -44,6 +45,7 @@ __all__ = [
     "linalg",
     "paper_defaults",
     "paper_schedules",
+    "recipe",
     "schedules",
     "theory",
 ]

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import rkfac
+
 from . import models
 from .data import Dataset, Sources
 from .data.augment import crop_and_flip
@@ -151,13 +153,13 @@ def _accuracy_targets(*values: float) -> tuple[Target, ...]:
 # --- the workloads ---------------------------------------------------------------------------------------------------
 
 
-def _settings(graft: str, **baselines: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Tuned baselines, and the three K-FACs with the numbers of one of them and nothing else.
+def _settings(own: str | dict[str, Any], **baselines: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Tuned baselines, and the three K-FACs with the numbers of one of them and nothing else, or with their own.
 
     Numbers come from `rkfac tune` (validation data, docs/results/tuning) where a comment does not say otherwise.
     """
-    family = {name: {"graft": graft, **baselines[graft]} for name in ("k-fac", "rs-kfac", "sre-kfac")}
-    return {**family, **baselines}
+    numbers = {"graft": own, **baselines[own]} if isinstance(own, str) else own
+    return {**dict.fromkeys(("k-fac", "rs-kfac", "sre-kfac"), numbers), **baselines}
 
 
 EVALUATED = 2000  # test samples, where all of them would cost more than about a twentieth of the training
@@ -369,7 +371,7 @@ register(
         targets=tuple(Target("test_loss", value, "min") for value in (2.1, 1.95, 1.8)),
         kfac_needs={"loss_average": "tokens"},
         defaults=_settings(
-            "adamw",
+            {**rkfac.recipe("transformer"), "lr": 6e-3},
             sgd={"lr": 0.1, "momentum": 0.9, "nesterov": True},
             adamw={"lr": 3e-3},
             muon={"lr": 1e-2},

@@ -83,7 +83,9 @@ def network(dtype: torch.dtype = torch.float64) -> nn.Module:
     return nn.Sequential(*layers).to(dtype)
 
 
-def trained(optimizer_class: type[rkfac.KFAC], size: float = 1.0, dtype: torch.dtype = torch.float64, **settings: Any) -> Tensor:
+def trained(
+    optimizer_class: type[rkfac.KFAC], size: float = 1.0, dtype: torch.dtype = torch.float64, **settings: Any
+) -> Tensor:
     model, g = network(dtype), torch.Generator().manual_seed(1)
     optimizer = optimizer_class(model, **{"factor_every": 2, "inverse_every": 4, "seed": 0, **settings})
     for _ in range(12):
@@ -131,7 +133,7 @@ def test_small_dampings_hold_in_single_precision() -> None:
 def test_another_power_belongs_to_another_algorithm() -> None:
     model = nn.Linear(3, 2)
     state = rkfac.RSKFAC(model).state_dict()
-    with pytest.raises(ValueError, match="power=-0.5"):
+    with pytest.raises(ValueError, match=r"power=-0\.5"):
         rkfac.RSKFAC(model, power=-0.5).load_state_dict(state)
 
 

@@ -1,10 +1,10 @@
 """What a step asks of a wide Linear layer's gradient, had from the rows it is the sum of while these pass by.
 
 A hook sees inputs and output gradients in every backward pass and makes the shadow of their product on the kept modes; the
-shadow of a momentum buffer follows from it step by step. Nobody is trusted: what is about to be preconditioned is looked at along
-two random directions, and where that disagrees (a gradient that was changed, dropped, came another way or in 16 bits; a
-buffer that somebody wrote to) the shadow is made from the matrix itself, as without all this. A gradient that was scaled as a whole, by a
-clip or an unscaling, is recognised.
+shadow of a momentum buffer follows from it step by step. Nobody is trusted: what is about to be preconditioned is looked at
+along two random directions, and where that disagrees (a gradient that was changed, dropped, came another way or in 16 bits;
+a buffer that somebody wrote to) the shadow is made from the matrix itself, as without all this. A gradient that was scaled
+as a whole, by a clip or an unscaling, is recognised.
 """
 
 from __future__ import annotations

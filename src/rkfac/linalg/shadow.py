@@ -13,7 +13,9 @@ from torch import Tensor
 
 from rkfac.linalg.shapes import Float
 
-AGREEMENT = 200  # roundings, of the length of J, within which a shadow that was followed agrees with one that is looked at
+AGREEMENT = (
+    200  # roundings, of the length of J, within which a shadow that was followed agrees with one that is looked at
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,9 +51,7 @@ class Modes:
             output, input = torch.cat([output, (self.U_G.mT @ j)[:, None]], dim=1), input.addr_(j, self.U_A[-1])
         return Shadow(output, input)
 
-    def of_rows(
-        self, g: Float[Tensor, "n dg"], a: Float[Tensor, "n dw"], last: Float[Tensor, "n"] | None
-    ) -> Shadow:
+    def of_rows(self, g: Float[Tensor, "n dg"], a: Float[Tensor, "n dw"], last: Float[Tensor, "n"] | None) -> Shadow:
         """The shadow of sum g a^T; `last` is the last entry of every a, apart from the others."""
         kept_g, kept_a = g @ self.U_G, a @ self.U_A[: a.shape[-1]]
         output = kept_g.mT @ a

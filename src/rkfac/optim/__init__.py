@@ -2,7 +2,7 @@
 
 from rkfac.optim.adaptive import LevenbergMarquardt
 from rkfac.optim.kfac import KFAC, RSKFAC, SREKFAC
-from rkfac.optim.presets import classical_defaults, paper_defaults, paper_schedules
+from rkfac.optim.presets import classical_defaults, paper_defaults, paper_schedules, recipe
 from rkfac.optim.report import LayerReport, Spectra
 
 __all__ = [
@@ -15,4 +15,5 @@ __all__ = [
     "classical_defaults",
     "paper_defaults",
     "paper_schedules",
+    "recipe",
 ]

@@ -101,9 +101,14 @@ def check_power(power: Any, kl_clip: float | None, adaptive: bool) -> None:
     """Refuse a power that is none, and what only holds for the natural gradient itself."""
     _number(-1, 0, high_open=True)("power", power)
     if power != -1:
-        for what, asked in (("kl_clip, whose estimate", kl_clip is not None), ("adaptive_damping, whose model", adaptive)):
+        for what, asked in (
+            ("kl_clip, whose estimate", kl_clip is not None),
+            ("adaptive_damping, whose model", adaptive),
+        ):
             if asked:
-                raise ValueError(f"power={power:g} does not go with {what} is that of the natural gradient: use power=-1")
+                raise ValueError(
+                    f"power={power:g} does not go with {what} is that of the natural gradient: use power=-1"
+                )
 
 
 def check_choice(name: str, value: Any, choices: tuple[str | None, ...]) -> None:

@@ -123,9 +123,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             silence_others(block.module)
             # The first hook of all: what it returns is the output that the others see.
             hook = NaturalHook(block) if self._settings.backward else RowHook(block)
-            self._capture.install(
-                partial(block.module.register_forward_hook, hook, with_kwargs=True, prepend=True)
-            )
+            self._capture.install(partial(block.module.register_forward_hook, hook, with_kwargs=True, prepend=True))
         known = self._blocks | found.blocks
         # In the model's order, so that random numbers of a shared generator do not depend on when a layer joined.
         self._blocks = {name: known[name] for name, _ in self._model.named_modules() if name in known}

@@ -160,7 +160,10 @@ def _preconditioned(
         courses.append(rules.covered.course(p, target.gradient, state[p], own, room, natural))
     spend = courses[0].spend and None not in targets  # what does not move leaves a question to the vector itself
     direction = block.direction(
-        tuple(course.vector for course in courses), group, spend, _origin(courses, [t for t in targets if t is not None])
+        tuple(course.vector for course in courses),
+        group,
+        spend,
+        _origin(courses, [t for t in targets if t is not None]),
     )
     factor, length = _scaled(direction, courses, targets, rules.covered.grafts)
     limit = clip.rms_clip(length, direction.size, group["update_clip"])

@@ -1,4 +1,4 @@
-"""Settings that belong together: the paper's Section 5 with its schedules, and the classical recipe."""
+"""Settings that belong together: named recipes, the paper's Section 5 with its schedules, and the classical recipe."""
 
 from __future__ import annotations
 
@@ -6,6 +6,20 @@ from typing import Any
 
 from rkfac.curvature.fisher import Likelihood
 from rkfac.schedules import Steps
+
+# What a kind of model wants beside the constructors' own defaults (docs/recipes.md).
+RECIPES: dict[str, dict[str, Any]] = {"transformer": {"graft": "adamw", "power": -0.5, "damping": 0.01}}
+
+
+def recipe(name: str) -> dict[str, Any]:
+    """Keywords for a kind of model that does better with others than the defaults: "transformer".
+
+    `rkfac.RSKFAC(model, lr=..., **rkfac.recipe("transformer"))`, with up to twice AdamW's learning rate.
+    """
+    if name not in RECIPES:
+        known = ", ".join(map(repr, RECIPES))
+        raise ValueError(f"there is no recipe {name!r}: the constructors' defaults serve, or take one of {known}")
+    return dict(RECIPES[name])
 
 
 def paper_defaults() -> dict[str, Any]:
