@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -325,3 +326,32 @@ def test_nothing_is_watched_after_close_or_in_a_copy() -> None:
     loss(model, x, y).backward()
     assert all(f.fresh is None for f in followers)
     optimizer.step()  # with the curvature it has
+
+
+def test_a_refused_step_leaves_a_state_that_loads() -> None:
+    model = network(torch.float32)
+    optimizer = rkfac.RSKFAC(model, **EVERY)
+    for step, (x, y) in enumerate(batches(8, torch.float32)):
+        optimizer.zero_grad()
+        loss(model, x, y).backward()
+        if step == 7:
+            model[0].weight.grad[3, 4] = float("nan")  # type: ignore[index]
+        with pytest.warns(UserWarning, match="NaN, Inf") if step == 7 else contextlib.nullcontext():
+            optimizer.step()
+    rkfac.RSKFAC(copy.deepcopy(model), **EVERY).load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def test_frozen_layers_are_not_watched() -> None:
+    model = network()
+    optimizer = rkfac.RSKFAC(model, **EVERY)
+    x, y = next(batches(1))
+    loss(model, x, y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model[0].requires_grad_(False)  # type: ignore[index]
+    loss(model, x.requires_grad_(), y).backward()
+    first, second = (optimizer._blocks[name].follower for name in ("0", "2"))
+    assert first is not None
+    assert first.fresh is None
+    assert second is not None
+    assert second.fresh is not None

@@ -9,6 +9,7 @@ as a whole, by a clip or an unscaling, is recognised.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
@@ -64,7 +65,7 @@ class Follower:
     def shadow(self, J: Tensor, j: Tensor | None, square: Tensor, origin: Origin | None) -> Shadow:
         """Of [J | j], whose squared length is given."""
         fresh, momentum, self.fresh, self.momentum = self.fresh, self.momentum, None, None
-        if origin is None:
+        if origin is None or not math.isfinite(square):  # the gate's business, and nothing to remember
             return self.modes.of(J, j)
         vector, remembered = origin.mixture
         scale = self._scale(J, j, square, vector, fresh, momentum)
@@ -148,6 +149,8 @@ class RowHook(Hook):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if torch.compiler.is_compiling() or self.layer.follower is None or not torch.is_grad_enabled():
+            return
+        if not self.layer.weight.requires_grad:
             return
         x = first_tensor((*args, *kwargs.values()))
         if x is None or not isinstance(output, Tensor) or not output.requires_grad or module is not self.layer.module:

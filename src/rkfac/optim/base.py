@@ -134,7 +134,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
     def _plan(self) -> None:
         """Decide what the coming step collects. Called after every step and whenever what decides it changes."""
         assert self._capture is not None
-        self._planned = self._deciding()
+        self._planned: tuple[Any, ...] = self._deciding()
         self._group_of = {id(p): group for group in self.param_groups for p in group["params"]}
         for block in self._blocks.values():
             first = block.weight.requires_grad and not block.observed
@@ -306,6 +306,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         self._plan()
         for name, block in self._blocks.items():  # what the interrupted run had planned, whatever was scheduled since
             block.wanted = name in curvature["wanted"]
+        self._planned = ()  # a schedule that changed before it was saved is seen by the next zero_grad, as it would have been
         self._activate()
 
     @property

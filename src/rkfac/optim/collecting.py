@@ -31,7 +31,7 @@ def retire(blocks: Collection[Block], capture: Capture, owners: Counter[int] | N
         tied = "its weight was tied to another module's after the optimizer was built"
         why = block.trouble or foreign or (tied if owners is not None and owners[id(block.weight)] > 1 else "")
         if why and not block.retired:
-            block.retired = why
+            block.retired, block.follower = why, None
             block.discard()
             if not foreign:  # that was said when it was found
                 text = f"layer {block.name!r} trains by the fallback rule from now on: {why}"
