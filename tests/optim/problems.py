@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rkfac.linalg.symmetric import unfolded
+from rkfac.linalg.symmetric import mirrored, unfolded
 
 Batch = tuple[Tensor, Tensor]
 
@@ -109,7 +109,8 @@ def average(state: dict[str, Any]) -> Tensor:
     saved, unit = state["value"], 2.0 ** (0 if math.isinf(state["level"]) else math.ceil(state["level"]))
     if saved.ndim == 1:
         return saved * unit + state["identity"]
-    value = unfolded(saved, min(saved.shape[-1], 2 * saved.shape[-2])) * unit
+    d = min(saved.shape[-1], 2 * saved.shape[-2])
+    value = mirrored(unfolded(saved, d), d) * unit
     return value + state["identity"] * torch.eye(value.shape[-1], dtype=value.dtype)
 
 

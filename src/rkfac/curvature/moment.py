@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rkfac.linalg import peak
-from rkfac.linalg.symmetric import add_gram, add_strips, gram, strip_elements, strips_of
+from rkfac.linalg.symmetric import add_gram, add_strips, gram, strip_elements
 
 # So that the unit itself is a number in the rows' precision, and its square one in float64.
 LARGEST_EXPONENT = {torch.float32: 120, torch.float64: 480}
@@ -51,8 +51,8 @@ class _Part(ABC):
         """Take what `readings` were."""
 
     @abstractmethod
-    def blend_into(self, value: Tensor, keep: float, take: float) -> None:
-        """value <- keep * value + take * this, in units of 2^unit_exponent."""
+    def blend_into(self, strips: Sequence[Tensor], keep: float, take: float) -> None:
+        """strips <- keep * strips + take * this, in units of 2^unit_exponent."""
 
 
 @dataclass(eq=False)
@@ -69,9 +69,9 @@ class _Rows(_Part):
         self.exponent = _exponent(largest, self.rows.dtype)
         self.unit_exponent = 0 if abs(self.exponent) <= ORDINARY else self.exponent
 
-    def blend_into(self, value: Tensor, keep: float, take: float) -> None:
+    def blend_into(self, strips: Sequence[Tensor], keep: float, take: float) -> None:
         rows = self.rows if self.unit_exponent == 0 else self.rows * 2.0**-self.unit_exponent
-        add_gram(strips_of(value), rows.to(value), keep, take * self.weight)
+        add_gram(strips, rows.to(strips[0]), keep, take * self.weight)
 
 
 @dataclass(eq=False)
@@ -109,8 +109,8 @@ class _Sum(_Part):
     def settle(self, largest: float) -> None:
         self.exponent = self.unit_exponent = _exponent(largest, self.largest.dtype)
 
-    def blend_into(self, value: Tensor, keep: float, take: float) -> None:
-        add_strips(value, self.strips, keep, take)
+    def blend_into(self, strips: Sequence[Tensor], keep: float, take: float) -> None:
+        add_strips(strips, self.strips, keep, take)
 
 
 @dataclass(eq=False)
@@ -125,15 +125,15 @@ class _Diagonal(_Part):
     def settle(self, largest: float) -> None:
         pass
 
-    def blend_into(self, value: Tensor, keep: float, take: float) -> None:
+    def blend_into(self, strips: Sequence[Tensor], keep: float, take: float) -> None:
+        (value,) = strips
         value.mul_(keep).add_(self.values.to(value), alpha=take)
 
 
 class Moment:
     """sum w r r^T over the rows seen since the last step; moments add up, `add` takes more rows of one weight w.
 
-    Rows are kept while they take no more memory than their sum (or little of it), and summed up from then on. Only the
-    upper triangle of a value that a moment was blended into is right.
+    Rows are kept while they take no more memory than their sum (or little of it), and summed up from then on.
     """
 
     def __init__(self) -> None:
@@ -214,13 +214,14 @@ class Moment:
         """Binary logarithm of about the largest entry of the scaled moment; -inf when all rows were zero."""
         return -math.inf if self._dead else math.log2(self.scale) + 2 * max(part.exponent for part in self._parts)
 
-    def blend_into(self, value: Tensor, keep: float, take: float, exponent: int) -> None:
-        """value <- keep * value + take * scale * moment, in place, the value being in units of 2^exponent."""
+    def blend_into(self, strips: Sequence[Tensor], keep: float, take: float, exponent: int) -> None:
+        """strips <- keep * strips + take * scale * moment, in place, the strips being in units of 2^exponent."""
         if self._dead:
-            value.mul_(keep)
+            for strip in strips:
+                strip.mul_(keep)
             return
         for part in self._parts:
-            part.blend_into(value, keep, take * self.scale * 2.0 ** (2 * part.unit_exponent - exponent))
+            part.blend_into(strips, keep, take * self.scale * 2.0 ** (2 * part.unit_exponent - exponent))
             keep = 1.0
 
 

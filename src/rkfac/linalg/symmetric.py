@@ -1,7 +1,8 @@
-"""Symmetric matrices whose upper triangle is the truth: it alone is summed and saved, and mirrored when it is read.
+"""Symmetric matrices whose upper triangle is the truth: it alone is summed, kept and saved, and mirrored when it is read.
 
 Strips are the blocks on and above the diagonal, one tensor for each block row, (..., rows, d - begin): its shape tells
-where a strip belongs. The entries of a strip that lie below the diagonal mean nothing.
+where a strip belongs. The entries of a strip that lie below the diagonal mean nothing. A flat tensor holds all strips one
+after the other, (..., strip_elements(d)).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
+import torch
 from torch import Tensor
 
 STRIP = 160  # rows of a strip: thinner ones save few flops more, and each is a product of its own
@@ -21,15 +23,16 @@ def edges(d: int) -> list[int]:
     return [d * i // count for i in range(count + 1)]
 
 
-def strips_of(matrix: Tensor) -> list[Tensor]:
-    """The strips of a matrix, as views."""
-    cuts = edges(matrix.shape[-1])
-    return [matrix] if len(cuts) == 2 else [matrix[..., begin:end, begin:] for begin, end in pairwise(cuts)]
-
-
 def strip_elements(d: int) -> int:
     """Entries of all strips: little more than half of d^2 where d is large."""
     return sum((end - begin) * (d - begin) for begin, end in pairwise(edges(d)))
+
+
+def strips_of(flat: Tensor, d: int) -> list[Tensor]:
+    """The strips of a d x d matrix in a flat tensor, as views."""
+    shapes = [(end - begin, d - begin) for begin, end in pairwise(edges(d))]
+    parts = flat.split([rows * columns for rows, columns in shapes], dim=-1)
+    return [part.unflatten(-1, shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def gram(rows: Tensor, weight: float) -> list[Tensor]:
@@ -43,37 +46,53 @@ def add_gram(strips: Sequence[Tensor], rows: Tensor, keep: float, take: float) -
     """X <- keep * X + take * rows^T rows, in place; torch has no symmetric rank-n update."""
     d = rows.shape[-1]
     for strip in strips:
-        begin, end = d - strip.shape[-1], d - strip.shape[-1] + strip.shape[-2]
+        begin, end = _reach(strip, d)
         # Small layers are all overhead: no views where there is but one strip.
         left, right = (rows, rows) if end - begin == d else (rows[..., begin:end], rows[..., begin:])
         left = left.mT
         (strip.addmm_ if strip.ndim == 2 else strip.baddbmm_)(left, right, beta=keep, alpha=take)
 
 
-def add_strips(matrix: Tensor, strips: Sequence[Tensor], keep: float, take: float) -> None:
-    """X <- keep * X + take * the strips, in place, whatever their heights."""
-    d = matrix.shape[-1]
+def add_strips(strips: Sequence[Tensor], others: Sequence[Tensor], keep: float, take: float) -> None:
+    """X <- keep * X + take * the others, in place, however either is cut."""
+    d = strips[0].shape[-1]
     for strip in strips:
-        begin = d - strip.shape[-1]
-        own = matrix[..., begin : begin + strip.shape[-2], begin:]
-        own.mul_(keep).add_(strip.to(matrix), alpha=take)
+        strip.mul_(keep)
+        begin, end = _reach(strip, d)
+        for other in others:
+            first, last = _reach(other, d)
+            # Rows that both have are a strip again, from the diagonal on: what one of them has before it is below that.
+            top, bottom = max(begin, first), min(end, last)
+            if top < bottom:
+                own = strip[..., top - begin : bottom - begin, top - begin :]
+                own.add_(other[..., top - first : bottom - first, top - first :].to(own), alpha=take)
 
 
-def mirror(matrix: Tensor) -> None:
-    """Copy the upper triangle onto the lower one, in place: symmetric to the last bit."""
-    for begin, end in pairwise(edges(matrix.shape[-1])):
-        corner = matrix[..., begin:end, begin:end]
-        corner.copy_(corner.triu() + corner.triu(1).mT)
-        matrix[..., end:, begin:end] = matrix[..., begin:end, end:].mT
+def _reach(strip: Tensor, d: int) -> tuple[int, int]:
+    """The rows of a d x d matrix that a strip holds: from, up to."""
+    begin = d - strip.shape[-1]
+    return begin, begin + strip.shape[-2]
 
 
-def folded(matrix: Tensor) -> Tensor:
+def mirrored(flat: Tensor, d: int) -> Tensor:
+    """The whole matrix, symmetric to the last bit, in memory of its own."""
+    matrix = flat.new_empty(*flat.shape[:-1], d, d)
+    for strip in strips_of(flat, d):
+        begin, end = _reach(strip, d)
+        corner, right = strip[..., : end - begin], strip[..., end - begin :]
+        matrix[..., begin:end, begin:end] = corner.triu() + corner.triu(1).mT
+        matrix[..., begin:end, end:] = right
+        matrix[..., end:, begin:end] = right.mT
+    return matrix
+
+
+def folded(flat: Tensor, d: int) -> Tensor:
     """The upper triangle in a rectangle of d (d + 1) / 2 entries: what the upper rows leave free takes the lower ones.
 
     (LAPACK's rectangular full packed format: two block copies instead of an index for every entry.)
     """
-    d = matrix.shape[-1]
-    packed = matrix.new_zeros(*matrix.shape[:-2], *folded_shape(d))
+    matrix = mirrored(flat, d)
+    packed = flat.new_zeros(*flat.shape[:-1], *folded_shape(d))
     half, even = (d + 1) // 2, 1 - d % 2
     packed[..., even:].copy_(matrix[..., :half, :]).triu_()
     packed[..., 1 - even :, : d - half] += matrix[..., half:, half:].triu().mT
@@ -81,13 +100,12 @@ def folded(matrix: Tensor) -> Tensor:
 
 
 def unfolded(packed: Tensor, d: int) -> Tensor:
-    """The whole matrix from its folded upper triangle."""
+    """The flat strips from the folded upper triangle."""
     matrix = packed.new_zeros(*packed.shape[:-2], d, d)
     half, even = (d + 1) // 2, 1 - d % 2
     matrix[..., :half, :] = packed[..., even:].triu()
     matrix[..., half:, half:] = packed[..., 1 - even :, : d - half].tril().mT
-    mirror(matrix)
-    return matrix
+    return torch.cat([matrix[..., begin:end, begin:].flatten(-2) for begin, end in pairwise(edges(d))], -1)
 
 
 def folded_shape(d: int) -> tuple[int, int]:

@@ -27,6 +27,7 @@ BAD: dict[str, list[Any]] = {
     "weight_decay_from": [-1, 1.5, None],
     "damping": [0.0, -1.0, NAN, INF, None, "auto"],
     "damping_rule": ["tikhonov", None, 3],
+    "power": [0.0, -1.5, 1, "half", None, True, float("nan")],
     "relative_to": ["yes", 2, True],
     "factor_decay": [1.0, -0.1, NAN, None],
     "factor_every": [0, -1, 2.5, True, None],

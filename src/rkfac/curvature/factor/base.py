@@ -64,13 +64,21 @@ class Factor(ABC, Generic[Low]):
         """A value of zero."""
 
     @property
+    def _present(self) -> Tensor:
+        """The value, zero before the first statistic."""
+        return self._zero() if self._value is None else self._value
+
+    def _strips(self, value: Tensor) -> list[Tensor]:
+        """A value in the pieces that a moment is blended into, as views."""
+        return [value]
+
+    @property
     def _exponent(self) -> int:
         return 0 if math.isinf(self._level) else math.ceil(self._level)
 
     def take(self, moment: Moment, decay: float) -> None:
         """One more statistic, in place."""
-        if self._value is None:
-            self._value = self._zero()
+        self._value = self._present
         past = decay * self._weight
         self._weight = past + (1 - decay)
         keep, share = past / self._weight, (1 - decay) / self._weight
@@ -82,7 +90,7 @@ class Factor(ABC, Generic[Low]):
         if self._level < LOWEST_LEVEL:  # zero for every purpose, and its inverse would leave the range of float64
             self._level, blank = -math.inf, True
         rescaled = 0.0 if blank else keep * 2.0 ** (before - self._exponent)
-        moment.blend_into(self._value, rescaled, share, self._exponent)
+        moment.blend_into(self._strips(self._value), rescaled, share, self._exponent)
         self._identity *= keep
         self.updates += 1
 

@@ -1,4 +1,4 @@
-"""A factor kept as a matrix, or as a batch of them (groups of a convolution, units of a norm)."""
+"""A factor kept as the upper half of a matrix, or as a batch of them (groups of a convolution, units of a norm)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from torch import Tensor
 
 from rkfac.curvature.decompose import Request
 from rkfac.curvature.factor.base import Factor, Refreshed, restored
-from rkfac.curvature.moment import Moment
 from rkfac.linalg import LowRank
-from rkfac.linalg.symmetric import folded, folded_shape, mirror, unfolded
+from rkfac.linalg.symmetric import folded, folded_shape, mirrored, strip_elements, strips_of, unfolded
 
 SMALL_DAMPING = 5e-4  # in units of the largest eigenvalue: below it a refresh works and keeps its basis in float64
 NOISE = 1e-2  # by which rounding may change what the smallest modes are multiplied by
@@ -23,37 +22,27 @@ LARGEST_SHIFT = 2.0**100  # beyond it a matrix with entries of about one vanishe
 
 
 class DenseFactor(Factor[LowRank]):
-    """`shape` is (d,) or (groups, d)."""
-
-    _mirrored = True
+    """`shape` is (d,) or (groups, d); the value is flat, the strips of `linalg/symmetric.py`."""
 
     def _zero(self) -> Tensor:
-        return self._like.new_zeros(*self.shape, self.shape[-1])
+        return self._like.new_zeros(*self.shape[:-1], strip_elements(self.shape[-1]))
 
-    def take(self, moment: Moment, decay: float) -> None:
-        """Only the upper triangle; nobody reads the other one before it is mirrored."""
-        super().take(moment, decay)
-        self._mirrored = False
+    def _strips(self, value: Tensor) -> list[Tensor]:
+        return strips_of(value, self.shape[-1])
 
-    def _symmetric(self) -> Tensor:
-        """The value, symmetric to the last bit, whatever its precision: mirrored once for many updates."""
-        if self._value is None:
-            return self._zero()
-        if not self._mirrored:
-            mirror(self._value)
-            self._mirrored = True
-        return self._value
+    def _whole(self) -> Tensor:
+        """The value as a symmetric matrix, which whoever asks lets go again."""
+        return mirrored(self._present, self.shape[-1])
 
     def refresh(self, request: Request) -> Refreshed[LowRank]:
         """A strategy decomposes the value; units and the identity are put back afterwards."""
-        value = self._symmetric()
         unit, identity = 2.0**self._exponent, self._identity
         inside = min(identity / unit, LARGEST_SHIFT) if self.start.sketched and identity else 0.0
         if inside == LARGEST_SHIFT:
             unit = identity / inside
         request = replace(
             request,
-            matrix=value,
+            matrix=self._whole(),
             start=self._refreshed.low.U if self._refreshed is not None else None,
             shift=inside,
             # The identity that is kept apart damps like the damping itself.
@@ -61,7 +50,7 @@ class DenseFactor(Factor[LowRank]):
             damping=request.damping if request.relative else request.damping / unit,
         )
         if self._ill_conditioned(request):
-            request = replace(request, matrix=value.double())
+            request = replace(request, matrix=request.X.double())
         low = request.strategy.decompose(request)
         low = low.shifted(0.0 if self.start.sketched else identity, scale=unit)
         trace = self.trace()
@@ -85,7 +74,7 @@ class DenseFactor(Factor[LowRank]):
 
     def dense(self) -> Tensor:
         """2^exponent * value + identity * I."""
-        value = self._symmetric().double() * 2.0**self._exponent
+        value = self._whole().double() * 2.0**self._exponent
         value.diagonal(dim1=-2, dim2=-1).add_(self._identity)
         return value
 
@@ -95,9 +84,10 @@ class DenseFactor(Factor[LowRank]):
 
     def trace(self) -> Tensor:
         """A number a group."""
-        value = self._zero() if self._value is None else self._value
-        diagonal = value.diagonal(dim1=-2, dim2=-1).double().sum(-1)
-        return diagonal * 2.0**self._exponent + self._identity * self.shape[-1]
+        parts = [strip.diagonal(dim1=-2, dim2=-1) for strip in self._strips(self._present)]
+        # One part is summed where it lies: nothing to copy, and a copy may be summed in another order.
+        diagonal = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+        return diagonal.double().sum(-1) * 2.0**self._exponent + self._identity * self.shape[-1]
 
     @property
     def rank(self) -> int | None:
@@ -110,8 +100,7 @@ class DenseFactor(Factor[LowRank]):
         return 0 if self._refreshed is None else self._refreshed.low.U.nbytes
 
     def _saved(self, value: Tensor) -> Tensor:
-        """Half of it."""
-        return folded(value)
+        return folded(value, self.shape[-1])
 
     def _loaded(self, saved: Any) -> Tensor:
         d, like = self.shape[-1], self._like

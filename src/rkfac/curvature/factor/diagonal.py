@@ -21,8 +21,7 @@ class DiagonalFactor(Factor[Diagonal]):
         return self._like.new_zeros(self.shape)
 
     def _average(self) -> Tensor:
-        value = self._zero() if self._value is None else self._value
-        return value.double() * 2.0**self._exponent + self._identity
+        return self._present.double() * 2.0**self._exponent + self._identity
 
     def refresh(self, request: Request) -> Refreshed[Diagonal]:
         """The present diagonal."""
