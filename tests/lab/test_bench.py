@@ -17,7 +17,7 @@ import rkfac
 from rkfac_lab import cli_bench
 from rkfac_lab.bench import collecting, decompose, holdings, memory, problems, scaling, step, streams
 from rkfac_lab.bench.contestants import chosen, contestants
-from rkfac_lab.bench.entrant import PHASES
+from rkfac_lab.bench.entrant import PHASES, Entrant
 from rkfac_lab.bench.problems import Problem
 from rkfac_lab.bench.timing import Spread, digits, interleaved
 from rkfac_lab.cli import app
@@ -159,6 +159,17 @@ def test_every_kind_of_step_is_the_kind_it_says(monkeypatch: pytest.MonkeyPatch)
     assert kfac.ranks["1"] == (37, 10)
     medians = {kind: spread.median for kind, spread in kfac.seconds.items()}
     assert kfac.amortised.median == pytest.approx(step.amortised(medians, 10, 50))
+
+
+def test_ratios_are_those_within_a_round() -> None:
+    """A machine that gets ten times slower for a round says nothing about anybody."""
+    sgd, other = (Entrant(name, contestant, tiny()) for name, contestant in chosen(tiny(), ("AdamW",)).items())
+    for slow in (1.0, 10.0, 1.0):
+        for entrant, own in ((sgd, 1.0), (other, 1.5)):
+            for seconds in (0.9, 1.0, 1.2):
+                entrant.phases["plain"]["update"].append(own * slow * seconds)
+            entrant.end_round()
+    assert step._ratios(other, sgd, lambda seconds: seconds["plain"]) == pytest.approx([1.5, 1.5, 1.5])
 
 
 def test_shares_of_the_phases_sum_to_one_and_first_order_has_two_phases() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -35,6 +36,17 @@ class Entrant:
     def forget(self) -> None:
         """Drop the measurements so far."""
         self.phases: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+        self._ends: dict[str, list[int]] = {kind: [0] for kind in self.kinds}
+
+    def end_round(self) -> None:
+        """What was measured since the last round belongs together."""
+        for kind, ends in self._ends.items():
+            ends.append(len(self.seconds(kind)))
+
+    def by_round(self, kind: str) -> list[list[float]]:
+        """Seconds of whole steps, round by round."""
+        seconds = self.seconds(kind)
+        return [seconds[begin:end] for begin, end in pairwise(self._ends[kind])]
 
     def step(self, kind: str, batch: Batch) -> None:
         """One step of a kind; a refresh step collects statistics too."""

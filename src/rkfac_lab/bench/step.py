@@ -67,8 +67,7 @@ def run(
 ) -> list[Result]:
     """Time every contestant on one problem: a warm-up, then interleaved rounds of all kinds of step."""
     entrants = race(problem, chosen, rounds, progress)
-    unit = statistics.median(entrants[0].seconds("plain"))
-    return [_result(problem, entrant, unit) for entrant in entrants]
+    return [_result(problem, entrant, entrants[0]) for entrant in entrants]
 
 
 def race(
@@ -82,17 +81,30 @@ def race(
     entrants = [Entrant(name, contestant, problem) for name, contestant in chosen.items()]
     schedule = problem.schedule(rounds)
     for number, planned in enumerate(schedule):
-        for entrant in entrants:
+        turn = number % len(entrants)  # nobody is always the one after the longest
+        for entrant in entrants[turn:] + entrants[:turn]:
             progress(f"{problem.name}: round {number} of {len(schedule) - 1}, {entrant.name}")
             for kind, at in planned:
                 if kind in entrant.kinds:
                     entrant.step(kind, batches[at % len(batches)])
             if number == 0:
                 entrant.forget()
+            else:
+                entrant.end_round()
     return entrants
 
 
-def _result(problem: Problem, entrant: Entrant, unit: float) -> Result:
+def _ratios(entrant: Entrant, sgd: Entrant, a_step: Callable[[Mapping[str, float]], float]) -> list[float]:
+    """To SGD round by round: what slows a machine down for some seconds slows down both."""
+    own = {kind: entrant.by_round(kind) for kind in entrant.kinds}
+    units = [statistics.median(seconds) for seconds in sgd.by_round("plain")]
+    return [
+        a_step({kind: statistics.median(rounds[number]) for kind, rounds in own.items()}) / unit
+        for number, unit in enumerate(units)
+    ]
+
+
+def _result(problem: Problem, entrant: Entrant, sgd: Entrant) -> Result:
     a_step = _a_step(entrant.every)
     seconds = {kind: Spread.of(entrant.seconds(kind)) for kind in entrant.kinds}
     whole = Spread.through(a_step, seconds)
@@ -107,7 +119,7 @@ def _result(problem: Problem, entrant: Entrant, unit: float) -> Result:
         every=entrant.every,
         seconds=seconds,
         amortised=whole,
-        ratio=whole / unit,
+        ratio=Spread.of(_ratios(entrant, sgd, a_step)),
         phases=phases,
         held=held(entrant.optimizer),
         checkpoint=checkpoint_size(entrant.optimizer),
@@ -140,8 +152,9 @@ def tables(results: Sequence[Result]) -> Iterator[Table]:
             kinds = [str(r.seconds[kind]) if kind in r.seconds else "-" for kind in KINDS]
             every = "/".join(map(str, r.every.values())) or "-"
             memory = megabytes(sum(r.held.values())), megabytes(r.checkpoint)
-            shown.add_row(r.optimizer, every, f"{r.ratio.median:.2f}", str(r.amortised), *kinds, *memory)
-        shown.caption = f"{MEDIANS}; held: by the optimizer between steps"
+            spread = (r.ratio.high - r.ratio.low) / 2
+            shown.add_row(r.optimizer, every, f"{r.ratio.median:.2f} ±{spread:.2f}", str(r.amortised), *kinds, *memory)
+        shown.caption = f"{MEDIANS}; x SGD: of the ratios within a round; held: by the optimizer between steps"
         yield shown
 
 

@@ -31,10 +31,6 @@ class Spread:
         levels = ("median", "low", "high")
         return cls(*(function({name: getattr(part, level) for name, part in parts.items()}) for level in levels))
 
-    def __truediv__(self, unit: float) -> Spread:
-        """In units of a number."""
-        return Spread(self.median / unit, self.low / unit, self.high / unit)
-
     def __str__(self) -> str:
         """Three digits of the median, and half the distance between the quartiles in per cent of it."""
         return f"{digits(self.median)} ±{50 * (self.high - self.low) / max(self.median, 1e-12):.0f}%"
