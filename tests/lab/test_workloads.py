@@ -167,7 +167,7 @@ def test_budgets_and_evaluations():
         "cifar10-vgg-small": (4, 49),
         "cifar10-mini": (4, 49),
         "cifar10-resnet-small": (5, 49),
-        "text-transformer": (1, 40),
+        "text-transformer": (1, 20),
     }
     shapes = {workload.lr_shape for name, workload in WORKLOADS.items() if name != "cifar10-vgg16bn"}
     assert shapes == {"linear"}
