@@ -64,6 +64,11 @@ def behind_view(tensor: Tensor) -> Tensor:
     return base if base is not None and base.requires_grad and base.numel() == tensor.numel() else tensor
 
 
+def saved_otherwise() -> bool:
+    """Whether what autograd saves goes through somebody's hooks: checkpoints, offloading."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
 def is_replica(module: nn.Module) -> bool:
     """Whether a module is one of nn.DataParallel's copies for another device."""
     return bool(getattr(module, "_is_replica", False))

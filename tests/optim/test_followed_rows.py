@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import rkfac
-from rkfac.curvature.following import Follower
+from rkfac.curvature.following import PATIENCE, Follower
+from rkfac.linalg import Modes
 
 RULES: list[dict[str, Any]] = [
     {"momentum": 0.0},
@@ -160,7 +162,7 @@ def beside_a_validation(model: nn.Module, _: rkfac.KFAC, x: Tensor, y: Tensor) -
     loss(model, x, y).backward()
 
 
-TOGETHER = [halves, clipped, scaled_by_hand, sequences, checkpointed, beside_a_validation]
+TOGETHER = [halves, clipped, scaled_by_hand, sequences, beside_a_validation]
 
 
 @pytest.mark.parametrize("one_pass", TOGETHER)
@@ -232,7 +234,7 @@ def input_overwritten(model: nn.Module, _: rkfac.KFAC, x: Tensor, y: Tensor) -> 
 
 
 APART = [one_entry, noise, centralised, only_the_bias, zeroed_by_the_model, with_respect_to_inputs, penalised]
-APART += [another_buffer, input_overwritten]
+APART += [another_buffer, input_overwritten, checkpointed]
 
 
 @pytest.mark.parametrize("one_pass", APART)
@@ -355,3 +357,90 @@ def test_frozen_layers_are_not_watched() -> None:
     assert first.fresh is None
     assert second is not None
     assert second.fresh is not None
+
+
+# --- what was false once
+
+
+@pytest.mark.parametrize("edit", [0.0, 1e-7, 1e-6, 3e-6, 1e-5, 2e-5, 1e-4])
+@pytest.mark.parametrize("damping", [4.0, 1.3])
+def test_an_edit_too_small_to_be_seen_is_too_small_to_matter(
+    edit: float, damping: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a mode that is damped most, where what is not known to be there is multiplied by the most."""
+
+    def stepped() -> Tensor:
+        torch.manual_seed(0)
+        model = nn.Linear(256, 256, bias=False)
+        optimizer = rkfac.RSKFAC(
+            model, lr=1e-3, momentum=0.0, rank=12, damping=damping, factor_every=50, inverse_every=50, eager_start=False
+        )
+        mixing = torch.randn(4, 256)
+        for step in range(3):
+            x = torch.randn(16, 4) @ mixing
+            optimizer.zero_grad()
+            (model(x) @ torch.ones(256, 4) - x[:, :4]).square().mean().backward()
+            before = model.weight.detach().clone()
+            if step == 2:
+                gradient, low = model.weight.grad, optimizer._blocks[""].input.low
+                assert gradient is not None
+                gradient += edit * gradient.norm() * torch.randn(256, 1) / 16 * low.U[:, 0]
+            optimizer.step()
+        return (model.weight.detach() - before).double()
+
+    found = stepped()
+    monkeypatch.setattr(Follower, "saw", lambda *_: None)
+    assert apart(found, stepped()) < 1e-3
+
+
+def test_somebodys_hook_that_gives_the_output_another_shape() -> None:
+    model = network()
+    optimizer = rkfac.RSKFAC(model, **EVERY)
+    for step, (x, y) in enumerate(batches(4)):
+        if step == 2:
+            model[4].register_forward_hook(lambda *_: None)  # type: ignore[index]
+            model[2].register_forward_hook(lambda _m, _a, out: out.mean(0, keepdim=True), prepend=True)  # type: ignore[index]
+            y = y[:1]
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y[: 1 if step >= 2 else 8]).backward()
+        optimizer.step()
+    assert bool(torch.isfinite(flat(model)).all())
+
+
+def test_a_loss_that_is_kept_keeps_no_inputs_alive() -> None:
+    model, kept, inputs = network(), [], []
+    optimizer = rkfac.RSKFAC(model, **{**EVERY, "factor_every": 100, "inverse_every": 100})
+    for step, (x, y) in enumerate(batches(6)):
+        hidden = x * 1.0
+        if step > 1:
+            inputs.append(weakref.ref(hidden))
+        optimizer.zero_grad()
+        value = loss(model, hidden, y)
+        value.backward()
+        optimizer.step()
+        kept.append(value)
+        del hidden
+    assert followed(optimizer) == [5, 5]
+    assert not any(ref() is not None for ref in inputs)
+
+
+@pytest.mark.parametrize("rule", [{"momentum": 0.9, "weight_decay": 0.1}, {**RULES[5], "apply": "backward"}], ids=str)
+def test_rows_that_nobody_uses_are_soon_not_looked_at(rule: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    of_rows = Modes.of_rows
+    monkeypatch.setattr(Modes, "of_rows", lambda *args: (seen.append(1), of_rows(*args))[1])
+    train({**rule, "inverse_every": 100}, count=40)
+    assert len(seen) <= 2 * PATIENCE
+
+
+def test_precision_that_changes_on_the_way() -> None:
+    model = network(torch.float32)
+    optimizer = rkfac.RSKFAC(model, **{**EVERY, "apply": "backward", "momentum": 0.9, "nesterov": True})
+    for step, (x, y) in enumerate(batches(9)):
+        if step == 5:
+            model.double()
+        optimizer.zero_grad()
+        loss(model, x.to(model[0].weight.dtype), y).backward()  # type: ignore[index]
+        model[0].weight.grad[0] += 1.0  # type: ignore[index]
+        optimizer.step()
+    assert bool(torch.isfinite(flat(model)).all())

@@ -156,3 +156,8 @@ def test_what_holds_for_the_natural_gradient_alone_is_refused() -> None:
     with pytest.raises(ValueError, match="kl_clip"):
         optimizer.step()
     assert torch.equal(model.weight, before)
+
+
+def test_powers_near_zero_work() -> None:
+    for power in (-1e-3, -1e-2):
+        assert bool(torch.isfinite(trained(rkfac.RSKFAC, power=power, lr=0.05)).all())

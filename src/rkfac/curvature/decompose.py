@@ -143,7 +143,7 @@ class _Sketched(Decomposition):
             method=method,
             relative=request.relative,
             # A mode that changes the inverse by so much changes another power of the matrix by `share`.
-            share=1 - (1 - self.share) ** (-1 / request.power),
+            share=min(1 - (1 - self.share) ** (-1 / request.power), 1 - 1e-9),
             max_rank=min((most for most in (self.max_rank, request.affordable) if most is not None), default=None),
             exact_if_cheaper=True,
             oversampling=oversampling,

@@ -21,6 +21,8 @@ from rkfac import compat
 from rkfac.curvature.hooks import Hook, first_tensor, full_precision
 from rkfac.linalg import AGREEMENT, LowRank, Modes, Shadow
 
+PATIENCE = 4  # steps in vain after which a basis is not followed any more; the next one is tried again
+
 
 class Blend(NamedTuple):
     """gradient * (a gradient) + buffer * (the momentum before it)."""
@@ -43,6 +45,11 @@ class Origin(NamedTuple):
     gradients: tuple[Tensor, ...]
 
 
+def few(rows: int, d_G: int, d_A: int) -> bool:
+    """Whether projecting rows costs less than half of projecting the matrix they sum up to."""
+    return 2 * rows * (d_G + d_A) < d_G * d_A
+
+
 class Follower:
     """The shadows of one layer's coming gradient and of its momentum, for one basis."""
 
@@ -52,9 +59,23 @@ class Follower:
         self.fresh: Shadow | None = None  # of the gradient since the last step
         self.momentum: Shadow | None = None
         self.followed = 0  # steps for which no matrix had to be projected
+        self.in_vain = 0  # steps in a row whose rows were of no use
+
+    @property
+    def watches(self) -> bool:
+        """Whether rows are looked for: not for a program whose gradients are never what its rows say."""
+        return self.in_vain < PATIENCE
+
+    def fits(self, g: Tensor, a: Tensor, bias: bool) -> bool:
+        """Whether these can be the rows of a gradient, and few enough to be worth it."""
+        d_G, d_A = len(self.modes.U_G), len(self.modes.U_A)
+        shapes = (g.shape[-1], a.shape[-1] + bias, len(g)) == (d_G, d_A, len(a))
+        return shapes and g.dtype == a.dtype == self.dtype and few(len(g), d_G, d_A)
 
     def saw(self, g: Tensor, a: Tensor, last: Tensor | None) -> None:
         """Rows of a backward pass."""
+        if not self.watches or not self.fits(g, a, last is not None):
+            return
         shadow = self.modes.of_rows(g, a, last)
         self.fresh = shadow if self.fresh is None else self.fresh.mixed(1.0, shadow, 1.0)
 
@@ -62,18 +83,24 @@ class Follower:
         """The gradient is gone."""
         self.fresh = None
 
-    def shadow(self, J: Tensor, j: Tensor | None, square: Tensor, origin: Origin | None) -> Shadow:
+    def unasked(self) -> None:
+        """A step for which nobody can follow anything."""
+        self.drop()
+        self.momentum, self.in_vain = None, self.in_vain + 1
+
+    def shadow(self, J: Tensor, j: Tensor | None, square: Tensor, origin: Origin) -> Shadow:
         """Of [J | j], whose squared length is given."""
         fresh, momentum, self.fresh, self.momentum = self.fresh, self.momentum, None, None
-        if origin is None or not math.isfinite(square):  # the gate's business, and nothing to remember
+        if not math.isfinite(square):  # the gate's business, and nothing to remember
             return self.modes.of(J, j)
         vector, remembered = origin.mixture
         scale = self._scale(J, j, square, vector, fresh, momentum)
         if scale is None or fresh is None:
+            self.in_vain += fresh is not None and (momentum is not None or not vector.buffer)
             shadow = self.modes.of(J, j)
             self.momentum = self._remembered(shadow, fresh, origin)
             return shadow
-        self.followed += 1
+        self.followed, self.in_vain = self.followed + 1, 0
         shadow = fresh.mixed(scale * vector.gradient, momentum, vector.buffer)
         if remembered is not None:
             same = vector == remembered
@@ -85,9 +112,9 @@ class Follower:
         vector, remembered = origin.mixture
         if remembered is None or vector == remembered:
             return None if remembered is None else shadow
-        J, *rest = origin.gradients
+        J, *rest = (g.to(self.dtype) for g in origin.gradients)
         j = rest[0] if rest else None
-        square = sum((torch.linalg.vector_norm(g).double().square() for g in origin.gradients), torch.zeros(()))
+        square = sum((torch.linalg.vector_norm(g).double().square() for g in (J, *rest)), torch.zeros(()))
         scale = self._scale(J, j, square, Blend(1.0, 0.0), fresh, None)
         if scale is None or fresh is None or not vector.buffer:
             return None
@@ -114,11 +141,14 @@ class Follower:
     def state_dict(self) -> dict[str, Any]:
         """The momentum's shadow: what it would be made anew differs in its last digits."""
         known = self.momentum
-        return {} if known is None else {"output": known.output, "input": known.input}
+        return {"in_vain": self.in_vain} | ({} if known is None else {"output": known.output, "input": known.input})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` saved."""
-        if not state:
+        self.in_vain = state["in_vain"]
+        if isinstance(self.in_vain, bool) or not isinstance(self.in_vain, int) or self.in_vain < 0:
+            raise ValueError(f"the saved state counts {self.in_vain!r} steps in vain")
+        if "output" not in state:
             return
         U_G, U_A = self.modes.U_G, self.modes.U_A
         for side, shape in (("output", (U_G.shape[1], len(U_A))), ("input", (len(U_G), U_A.shape[1]))):
@@ -150,12 +180,13 @@ class RowHook(Hook):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if torch.compiler.is_compiling() or self.layer.follower is None or not torch.is_grad_enabled():
             return
-        if not self.layer.weight.requires_grad:
+        if not self.layer.follower.watches or not self.layer.weight.requires_grad or module is not self.layer.module:
             return
         x = first_tensor((*args, *kwargs.values()))
-        if x is None or not isinstance(output, Tensor) or not output.requires_grad or module is not self.layer.module:
+        if x is None or not isinstance(output, Tensor) or not output.requires_grad:
             return
-        if x.dtype == output.dtype == self.layer.follower.dtype and not compat.inside_functional_transform():
+        # Where activations are packed away or recomputed, nothing of them is to be kept.
+        if not compat.inside_functional_transform() and not compat.saved_otherwise():
             compat.behind_view(output).register_hook(_Passing(self.layer, x.detach()))
 
 
@@ -164,12 +195,14 @@ class _Passing(Hook):
 
     def __init__(self, layer: Followed, x: Tensor) -> None:
         super().__init__(None)
-        self.layer, self.x = layer, x
+        self.layer = layer
+        self.x: Tensor | None = x
 
     def __call__(self, g: Tensor) -> None:
         layer, follower = self.layer, self.layer.follower
-        if follower is None or g.dtype != follower.dtype or torch.is_grad_enabled():
+        x, self.x = self.x, None  # the graph may outlive its backward pass, as part of a loss that somebody keeps
+        if follower is None or x is None or torch.is_grad_enabled() or not g.ndim or not x.ndim:
             return
         with layer.timed("apply"), full_precision([g.device]):
-            rows, inputs = (t.reshape(-1, t.shape[-1]) for t in (g, self.x))
+            rows, inputs = (t.reshape(-1, t.shape[-1]) for t in (g, x))
             follower.saw(rows, inputs, inputs.new_ones(len(inputs)) if layer.bias else None)

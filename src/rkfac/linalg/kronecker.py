@@ -23,7 +23,7 @@ from rkfac.linalg.host import at_once
 from rkfac.linalg.lowrank import LowRank
 from rkfac.linalg.parts import Corrected, Part, Whole, same
 from rkfac.linalg.scaling import SAFE, peak
-from rkfac.linalg.shadow import Shadow
+from rkfac.linalg.shadow import AGREEMENT, Shadow
 from rkfac.linalg.shapes import Float
 
 # Tells the shadow of [J | j] whose squared length is given, where somebody may know it already.
@@ -174,7 +174,8 @@ def _(A: LowRank, G: LowRank, multipliers: Multipliers) -> Preconditioner:
         quick = _Explicit(G, A, *multipliers.sides)
     else:
         quick = _Short(G, A, multipliers)
-    if torch.finfo(G.U.dtype).eps * multipliers.spread() <= TOLERATED:
+    roundings = torch.finfo(G.U.dtype).eps * multipliers.spread()
+    if roundings * (AGREEMENT if quick.projects and at_once(G.U) else 1) <= TOLERATED:
         return quick
     # Whether digits are lost depends on J; asking costs nothing where nobody waits for the answer.
     precise = partial(_Exact, G, A, multipliers)
@@ -365,11 +366,16 @@ class _Watched(Preconditioner):
         seer: Seer | None = None,
     ) -> Solution:
         solution = self.quick.solve(J, j, matrix, seer=seer)
-        rounding = ROUNDINGS * torch.finfo(self.quick.dtype).eps * solution.given
-        if rounding <= TOLERATED * solution.square.sqrt() * solution.size:
+        if self._good(solution, ROUNDINGS if seer is None else AGREEMENT):
+            return solution
+        if seer is not None and self._good(solution := self.quick.solve(J, j, matrix), ROUNDINGS):
             return solution
         self.exact = self.exact or self.precise()
         return self.exact.solve(J, j, matrix)
+
+    def _good(self, solution: Solution, roundings: int) -> bool:
+        rounding = roundings * torch.finfo(self.quick.dtype).eps * solution.given
+        return bool(rounding <= TOLERATED * solution.square.sqrt() * solution.size)
 
 
 class _Exact(Preconditioner):

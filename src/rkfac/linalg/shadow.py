@@ -13,9 +13,8 @@ from torch import Tensor
 
 from rkfac.linalg.shapes import Float
 
-AGREEMENT = (
-    200  # roundings, of the length of J, within which a shadow that was followed agrees with one that is looked at
-)
+# Roundings (eps ||J||) by which a shadow that was followed may differ from what is seen: looking makes half of them itself.
+AGREEMENT = 48
 
 
 @dataclass(frozen=True, eq=False)

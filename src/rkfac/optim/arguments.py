@@ -97,6 +97,12 @@ def check_group(group: Mapping[str, Any]) -> None:
         raise ValueError(f"lr times weight_decay is {shrink:g}: beyond 2 the decay makes weights grow")
 
 
+def refuse_whole(group: Mapping[str, Any], of_all: Iterable[str]) -> None:
+    """Refuse a parameter group that sets what is the same for a whole optimizer: it would be ignored."""
+    for name in sorted(set(of_all) & group.keys() - {"params"}):
+        raise ValueError(f"{name} is the same for all parameters: give it to the optimizer, not to a parameter group")
+
+
 def check_power(power: Any, kl_clip: float | None, adaptive: bool) -> None:
     """Refuse a power that is none, and what only holds for the natural gradient itself."""
     _number(-1, 0, high_open=True)("power", power)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -22,7 +23,7 @@ from rkfac.layers import Adapter, KroneckerAdapter, UnitAdapter
 from rkfac.optim import memory
 from rkfac.optim.adaptive import LevenbergMarquardt, Watch
 from rkfac.optim.amp import loss_scale
-from rkfac.optim.arguments import GROUP_RULES, check_group, check_power
+from rkfac.optim.arguments import GROUP_RULES, check_group, check_power, refuse_whole
 from rkfac.optim.collecting import commit, notice_unseen, retire
 from rkfac.optim.compiled import run_eagerly, unwrapped
 from rkfac.optim.coverage import Choice, cover, owners_of, refuse_processes, refuse_sharded, warn_of_little
@@ -104,6 +105,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch; settings are checked."""
         check_group({**self.defaults, **param_group})
+        refuse_whole(param_group, inspect.signature(type(self).__init__).parameters.keys() - self.defaults.keys())
         super().add_param_group(param_group)
         if self._capture is not None:
             self._extend()
@@ -135,7 +137,6 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         """Decide what the coming step collects. Called after every step and whenever what decides it changes."""
         assert self._capture is not None
         self._planned: tuple[Any, ...] = self._deciding()
-        self._group_of = {id(p): group for group in self.param_groups for p in group["params"]}
         for block in self._blocks.values():
             first = block.weight.requires_grad and not block.observed
             # Frozen layers too: they may be thawed before the forward, and cost nothing while they are not.
@@ -147,8 +148,9 @@ class CurvatureOptimizer(torch.optim.Optimizer):
 
     def _deciding(self) -> tuple[Any, ...]:
         """What a plan depends on that may be changed by others between two steps."""
-        periods = tuple(group["factor_every"] for group in self.param_groups)
-        return periods, tuple(block.weight.requires_grad for block in self._blocks.values())
+        self._group_of = {id(p): group for group in self.param_groups for p in group["params"]}
+        blocks = self._blocks.values()
+        return tuple((self._group(block)["factor_every"], block.weight.requires_grad) for block in blocks)
 
     def _activate(self) -> None:
         assert self._capture is not None
@@ -263,6 +265,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
                 after = closure()
         finally:
             self._paused = False
+            self._activate()
         for group in self.param_groups:
             group["damping"] = self._adaptive.adapted(group["damping"], sign * float(after - loss), predicted)
 

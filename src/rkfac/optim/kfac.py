@@ -52,7 +52,7 @@ class KFAC(CurvatureOptimizer):
                         `weight_decay_from`* on
       damping*          [lambda] in units of `relative_to`: a factor's "mean" or "largest" (paper) eigenvalue; None: absolute
       power             the damped curvature is taken to this power, in [-1, 0): -1 is K-FAC's natural gradient, -0.5 the
-                        half-way that Shampoo, SOAP and Adam go; kl_clip needs -1
+                        half-way that Shampoo, SOAP and Adam go; kl_clip and adaptive_damping need -1
       damping_rule      "factored": l on each factor; "product": on the product spectrum; "pi": split by the trace ratio
       factor_decay*, factor_every*, inverse_every*   [rho, T_KU, T_KI]
       factor_start      "unbiased": averages are free of their start; "identity": they start from I, which damps the

@@ -48,8 +48,13 @@ def checked(
 ) -> Mapping[str, Any]:
     """The curvature in a saved state, refused when it belongs to something else."""
     curvature = state_dict.get("curvature") if isinstance(state_dict, Mapping) else None
-    if not isinstance(curvature, Mapping) or curvature.get("format") != STATE_FORMAT:
-        raise ValueError(f"this is not the state of an rkfac optimizer (format {STATE_FORMAT}): no curvature in it")
+    if not isinstance(curvature, Mapping) or "format" not in curvature:
+        raise ValueError("this is not the state of an rkfac optimizer: no curvature in it")
+    if curvature["format"] != STATE_FORMAT:
+        raise ValueError(
+            f"the state was saved by another version of rkfac (format {curvature['format']}, here {STATE_FORMAT}): load the "
+            "model's weights alone and let a new optimizer collect its curvature"
+        )
     saved = curvature.get("fingerprint")
     if not isinstance(saved, Mapping) or saved != own:
         theirs = saved if isinstance(saved, Mapping) else {}

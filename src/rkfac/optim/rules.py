@@ -104,7 +104,8 @@ class Own(Rule):
     ) -> Course:
         """The gradient."""
         finite = moderate(state["momentum_buffer"], False, longest(group)) if group["momentum"] else None
-        return Course(gradient, finite=finite, mixture=Mixture(Blend(1.0, 0.0), None))
+        # A natural gradient of its own length is asked for nothing.
+        return Course(gradient, finite=finite, mixture=None if natural else Mixture(Blend(1.0, 0.0), None))
 
     def follow(
         self, p: Tensor, gradient: Tensor, state: State, group: Group, decay: float, add: Add, natural: bool

@@ -152,9 +152,9 @@ def tables(results: Sequence[Result]) -> Iterator[Table]:
             kinds = [str(r.seconds[kind]) if kind in r.seconds else "-" for kind in KINDS]
             every = "/".join(map(str, r.every.values())) or "-"
             memory = megabytes(sum(r.held.values())), megabytes(r.checkpoint)
-            spread = (r.ratio.high - r.ratio.low) / 2
-            shown.add_row(r.optimizer, every, f"{r.ratio.median:.2f} ±{spread:.2f}", str(r.amortised), *kinds, *memory)
-        shown.caption = f"{MEDIANS}; x SGD: of the ratios within a round; held: by the optimizer between steps"
+            ratio = f"{r.ratio.median:.2f} ({r.ratio.low:.2f}-{r.ratio.high:.2f})"
+            shown.add_row(r.optimizer, every, ratio, str(r.amortised), *kinds, *memory)
+        shown.caption = f"{MEDIANS}; x SGD: of the ratios within a round, and their quartiles; held: between steps"
         yield shown
 
 

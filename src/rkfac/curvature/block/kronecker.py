@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from rkfac.curvature.block.base import Block, Group, Settings
 from rkfac.curvature.block.direction import Direction
 from rkfac.curvature.factor import DenseFactor, DiagonalFactor, Factor
-from rkfac.curvature.following import Follower, Origin
+from rkfac.curvature.following import Follower, Origin, few
 from rkfac.curvature.moment import DiagonalMoment, Moment
 from rkfac.layers.base import KroneckerAdapter, statistics_dtype
 from rkfac.linalg import (
@@ -130,7 +130,11 @@ class KroneckerBlock(Block):
             self._follow()
             inverse = self.rowwise or self._inverse(group)
             self._follow_rows(inverse.projects)
-            seer = None if self.follower is None else partial(self.follower.shadow, origin=origin)
+            seer = None
+            if self.follower is not None and origin is not None:
+                seer = partial(self.follower.shadow, origin=origin)
+            elif self.follower is not None:
+                self.follower.unasked()
             if self.rowwise is not None:
                 return self._arrived(gradients, self.rowwise, seer)
             matrix = partial(self.adapter.stored, self.module)
@@ -158,8 +162,7 @@ class KroneckerBlock(Block):
         if not (projects and self.adapter.rowwise and at_once(self.weight)):
             return
         G, A = self.output.low, self.input.low
-        few = 2 * self.rows * (G.dim + A.dim) < G.dim * A.dim
-        if few and self.weight.dtype == G.U.dtype == A.U.dtype:
+        if few(self.rows, G.dim, A.dim) and self.weight.dtype == G.U.dtype == A.U.dtype:
             self.follower = Follower(G, A, self.version)
 
     # --- natural gradients in the backward pass
@@ -241,7 +244,7 @@ class KroneckerBlock(Block):
             self.rowwise = self.pinned({"damping": damping})
         if self.ready:  # what was decided when the basis was new
             self._followed = (self.version, self.weight.device)
-        if state["follower"] is not None:
+        if state["follower"] is not None and at_once(self.weight):
             self.follower = Follower(self.output.low, self.input.low, self.version)
             self.follower.load_state_dict(state["follower"])
 
