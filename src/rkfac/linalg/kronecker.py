@@ -355,6 +355,7 @@ class _Watched(Preconditioner):
 
     def __init__(self, quick: _Short | _Explicit, precise: Callable[[], Preconditioner]) -> None:
         self.quick, self.precise, self.projects = quick, precise, quick.projects
+        self.blind = False  # whether a followed shadow has not been precise enough for S
         self.exact: Preconditioner | None = None
 
     def solve(
@@ -365,11 +366,13 @@ class _Watched(Preconditioner):
         spend: bool = False,
         seer: Seer | None = None,
     ) -> Solution:
+        seer = None if self.blind else seer
         solution = self.quick.solve(J, j, matrix, seer=seer)
         if self._good(solution, ROUNDINGS if seer is None else AGREEMENT):
             return solution
-        if seer is not None and self._good(solution := self.quick.solve(J, j, matrix), ROUNDINGS):
-            return solution
+        if seer is not None:
+            self.blind = True
+            return self.solve(J, j, matrix)
         self.exact = self.exact or self.precise()
         return self.exact.solve(J, j, matrix)
 

@@ -14,7 +14,7 @@ RECIPES: dict[str, dict[str, Any]] = {"transformer": {"graft": "adamw", "power":
 def recipe(name: str) -> dict[str, Any]:
     """Keywords for a kind of model that does better with others than the defaults: "transformer".
 
-    `rkfac.RSKFAC(model, lr=..., **rkfac.recipe("transformer"))`, with up to twice AdamW's learning rate.
+    `rkfac.RSKFAC(model, lr=..., **rkfac.recipe("transformer"))`, with AdamW's learning rate or more.
     """
     if name not in RECIPES:
         known = ", ".join(map(repr, RECIPES))
