@@ -17,6 +17,7 @@ from rkfac.linalg.scaling import SAFE
 from rkfac.linalg.shapes import Float
 
 Terms = Sequence[tuple[Tensor, float]]  # what a vector is the sum of, with their coefficients
+PANEL = 1 << 20  # entries that are worked on at once in another precision than their own
 
 
 class Part(ABC):
@@ -110,7 +111,12 @@ class Corrected(Part):
     def add_to(self, target: Tensor, amount: Tensor, terms: Terms, keep: float = 1.0) -> None:
         """The thin product first, then J: nothing of the target's size is made on the way."""
         dtype, into = self.left.dtype, self.matrix(target)
-        if target.dtype != dtype or not _shares_memory(into, target):  # weights of 16 bits, a basis of 64, odd strides
+        if (
+            target.dtype != dtype and into.ndim == 2 and _shares_memory(into, target)
+        ):  # weights of 16 bits, a basis of 64
+            self._add_in_panels(into, amount.to(dtype), terms, keep)
+            return
+        if target.dtype != dtype or not _shares_memory(into, target):  # groups of these, odd strides
             whole = _room(target, dtype, self.matrix)
             self.add_to(whole, amount, terms)
             target.mul_(keep).add_(whole.to(target.dtype))
@@ -130,6 +136,19 @@ class Corrected(Part):
             if term is not target:
                 J = self.matrix(term).to(dtype)
                 into.addcmul_(J if self.unit is None else J * self.unit, rest * coefficient)
+
+    def _add_in_panels(self, into: Tensor, number: Tensor, terms: Terms, keep: float) -> None:
+        """A few rows at a time in the wider precision, so that nothing of the target's size is made."""
+        rest = None if self.rest is None else number * self.rest
+        some = max(1, PANEL // into.shape[-1])
+        for begin in range(0, len(into), some):
+            rows = slice(begin, begin + some)
+            part = (self.left[rows] * number) @ self.right
+            if rest is not None:
+                for term, coefficient in terms:
+                    J = self.matrix(term)[rows].to(part.dtype)
+                    part.addcmul_(J if self.unit is None else J * self.unit, rest * coefficient)
+            into[rows].mul_(keep).add_(part.to(into.dtype))
 
     def masked(self, keep: Tensor) -> Corrected:
         """Without J and with thin matrices of zeros."""
