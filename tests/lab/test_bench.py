@@ -353,7 +353,7 @@ def test_tables_fit_into_a_file() -> None:
     """Names and ratios are not cut off where no terminal says how wide it is."""
     name, spread = "RS-KFAC (default, AdamW's length)", Spread(0.01234, 0.01, 0.02)
     result = step.Result(
-        "p", "s", name, {"statistics": 10, "refresh": 50}, dict.fromkeys(step.KINDS, spread), spread, spread / 0.0005,
+        "p", "s", name, {"statistics": 10, "refresh": 50}, dict.fromkeys(step.KINDS, spread), spread, Spread(24.68, 20.0, 40.0),
         dict.fromkeys(PHASES, 0.0123), {"factors": 10**9}, 10**9, {},
     )  # fmt: skip
     console = Console(width=cli_bench.FILE_WIDTH)
