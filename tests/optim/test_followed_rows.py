@@ -69,6 +69,17 @@ def train(
     return flat(model), followed(optimizer)
 
 
+def after(count: int) -> tuple[nn.Module, rkfac.KFAC]:
+    """A model and its optimizer after some plain steps."""
+    model = network()
+    optimizer = rkfac.RSKFAC(model, **EVERY)
+    for x, y in batches(count):
+        optimizer.zero_grad()
+        loss(model, x, y).backward()
+        optimizer.step()
+    return model, optimizer
+
+
 def followed(optimizer: rkfac.KFAC) -> list[int]:
     return [b.follower.followed for b in optimizer._blocks.values() if b.follower is not None]
 
@@ -294,12 +305,7 @@ def test_resumes_bit_for_bit_within_a_period(rule: dict[str, Any], at: int) -> N
 
 
 def test_a_damaged_shadow_is_refused_and_changes_nothing() -> None:
-    model = network()
-    optimizer = rkfac.RSKFAC(model, **EVERY)
-    for x, y in batches(7):
-        optimizer.zero_grad()
-        loss(model, x, y).backward()
-        optimizer.step()
+    _model, optimizer = after(7)
     good = copy.deepcopy(optimizer.state_dict())
     for damage in (lambda t: t[:, :-1], lambda t: t * float("nan"), lambda t: None):
         bad = copy.deepcopy(good)
@@ -312,12 +318,7 @@ def test_a_damaged_shadow_is_refused_and_changes_nothing() -> None:
 
 
 def test_nothing_is_watched_after_close_or_in_a_copy() -> None:
-    model = network()
-    optimizer = rkfac.RSKFAC(model, **EVERY)
-    for x, y in batches(3):
-        optimizer.zero_grad()
-        loss(model, x, y).backward()
-        optimizer.step()
+    model, optimizer = after(3)
     optimizer.zero_grad()
     x, y = next(batches(1))
     loss(copy.deepcopy(model), x, y).backward()

@@ -23,7 +23,7 @@ from rkfac.linalg.host import at_once
 from rkfac.linalg.lowrank import LowRank
 from rkfac.linalg.parts import Corrected, Part, Whole, same
 from rkfac.linalg.scaling import SAFE, peak
-from rkfac.linalg.shadow import AGREEMENT, Shadow
+from rkfac.linalg.shadow import AGREEMENT, Shadow, projections
 from rkfac.linalg.shapes import Float
 
 # Tells the shadow of [J | j] whose squared length is given, where somebody may know it already.
@@ -138,12 +138,24 @@ class Solution:
         return S * self.scale
 
 
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """How a gradient J is to be solved for.
+
+    `matrix` views a tensor in the weight's shape as J is; `spend`: J is nobody else's and may be overwritten; `seer` is
+    asked for J's projections where they are needed and J is of moderate size.
+    """
+
+    matrix: Callable[[Tensor], Tensor] = same
+    spend: bool = False
+    seer: Seer | None = None
+
+
 class Preconditioner(ABC):
     """A damped Kronecker inverse made ready for many gradients."""
 
     projects = False  # whether a solve asks for projections onto the kept modes of both sides
 
-    @abstractmethod
     def solve(
         self,
         J: Float[Tensor, "*batch dg dw"],
@@ -152,11 +164,12 @@ class Preconditioner(ABC):
         spend: bool = False,
         seer: Seer | None = None,
     ) -> Solution:
-        """S for the gradient [J | j]: J the weight's as a matrix, j the bias's (None without bias).
+        """S for the gradient [J | j]: J the weight's as a matrix, j the bias's (None without bias); see `Asked`."""
+        return self._solve(J, j, Asked(matrix, spend, seer))
 
-        `matrix` views a tensor in the weight's shape as J is; `spend`: J is nobody else's and may be overwritten; `seer` is
-        asked for J's projections where they are needed and J is of moderate size.
-        """
+    @abstractmethod
+    def _solve(self, J: Tensor, j: Tensor | None, asked: Asked) -> Solution:
+        """The same."""
 
 
 @singledispatch
@@ -231,17 +244,10 @@ class _Short(Preconditioner):
         self.on_output = self.plain.output.to(G.U)[..., :, None]
         self.on_input = self.plain.input.to(G.U)[..., None, :]
 
-    def solve(
-        self,
-        J: Tensor,
-        j: Tensor | None,
-        matrix: Callable[[Tensor], Tensor] = same,
-        spend: bool = False,
-        seer: Seer | None = None,
-    ) -> Solution:
+    def _solve(self, J: Tensor, j: Tensor | None, asked: Asked) -> Solution:
         J, j, norms, unit, size = _measured(J, j, self.U_G.dtype, self.moderate)
         width = J.shape[-1]
-        P, R = self._shadow(J, j, norms, seer if unit is None else None)
+        P, R = self._shadow(J, j, norms, asked.seer if unit is None else None)
         K = P @ self.U_A  # r_G x r_A
         left, right = self._thin(P, K, R)
         bias = None
@@ -249,25 +255,20 @@ class _Short(Preconditioner):
             bias = (left @ right[..., -1:])[..., 0]
             bias = bias if R is None or self.A_full else self.rest[..., None] * j + bias
         rest = None if R is None or self.A_full else self.rest
-        part = Corrected(matrix, rest, unit, left, right[..., :width])
+        part = Corrected(asked.matrix, rest, unit, left, right[..., :width])
         energies = (K, None if self.A_full else P, R, norms)
         square = self.squares.total(*energies)
         if not (self.G_full and self.A_full) and not self._certain(square, norms):
-            square = self._formed(J, part, bias, spend)
+            square = self._formed(J, part, bias, asked.spend)
         given = norms.sum().sqrt() * size
         return Solution(part, bias, self.scale * size, size, given, square, partial(self.plain.total, *energies))
 
     def _shadow(self, J: Tensor, j: Tensor | None, norms: Tensor, seer: Seer | None) -> tuple[Tensor, Tensor | None]:
         """U_G^T [J | j] (r_G x d_A) and, where G's modes are not all there are, [J | j] U_A (d_G x r_A)."""
-        U_G, U_A = self.U_G, self.U_A
         if seer is not None and self.projects:
             shadow = seer(J, j, norms)
             return shadow.output, shadow.input
-        P, R = U_G.mT @ J, None if self.G_full else J @ U_A[..., : J.shape[-1], :]
-        if j is None:
-            return P, R
-        P = _joined(P, (U_G.mT @ j[..., None])[..., 0])
-        return P, None if R is None else R + j[..., :, None] * U_A[..., -1:, :]
+        return projections(self.U_G, self.U_A, J, j, not self.G_full)
 
     def _thin(self, P: Tensor, K: Tensor, R: Tensor | None) -> tuple[Tensor, Tensor]:
         """left and right, the latter with the bias's column."""
@@ -308,19 +309,12 @@ class _Explicit(Preconditioner):
         self.scale = scale_G * scale_A
         self.moderate = _moderate(self.scale)
 
-    def solve(
-        self,
-        J: Tensor,
-        j: Tensor | None,
-        matrix: Callable[[Tensor], Tensor] = same,
-        spend: bool = False,
-        seer: Seer | None = None,
-    ) -> Solution:
+    def _solve(self, J: Tensor, j: Tensor | None, asked: Asked) -> Solution:
         J, j, norms, _, size = _measured(J, j, self.dtype, self.moderate)
         given = _joined(J, j)
         S = self.G @ given @ self.A
         square = torch.linalg.vector_norm(S).double().square()
-        part, bias = Whole(S if j is None else S[..., :-1], matrix), None if j is None else S[..., -1]
+        part, bias = Whole(S if j is None else S[..., :-1], asked.matrix), None if j is None else S[..., -1]
         inner = partial(_inner, S, given)
         return Solution(part, bias, self.scale * size, size, norms.sum().sqrt() * size, square, inner)
 
@@ -358,23 +352,16 @@ class _Watched(Preconditioner):
         self.blind = False  # whether a followed shadow has not been precise enough for S
         self.exact: Preconditioner | None = None
 
-    def solve(
-        self,
-        J: Tensor,
-        j: Tensor | None,
-        matrix: Callable[[Tensor], Tensor] = same,
-        spend: bool = False,
-        seer: Seer | None = None,
-    ) -> Solution:
-        seer = None if self.blind else seer
-        solution = self.quick.solve(J, j, matrix, seer=seer)
+    def _solve(self, J: Tensor, j: Tensor | None, asked: Asked) -> Solution:
+        seer = None if self.blind else asked.seer
+        solution = self.quick._solve(J, j, Asked(asked.matrix, seer=seer))
         if self._good(solution, ROUNDINGS if seer is None else AGREEMENT):
             return solution
         if seer is not None:
             self.blind = True
-            return self.solve(J, j, matrix)
+            return self._solve(J, j, asked)
         self.exact = self.exact or self.precise()
-        return self.exact.solve(J, j, matrix)
+        return self.exact._solve(J, j, asked)
 
     def _good(self, solution: Solution, roundings: int) -> bool:
         rounding = roundings * torch.finfo(self.quick.dtype).eps * solution.given
@@ -393,14 +380,7 @@ class _Exact(Preconditioner):
         self.U_G, self.U_A = _orthonormal(G.U), _orthonormal(A.U)
         self.rest_G, self.rest_A = not G.full, not A.full
 
-    def solve(
-        self,
-        J: Tensor,
-        j: Tensor | None,
-        matrix: Callable[[Tensor], Tensor] = same,
-        spend: bool = False,
-        seer: Seer | None = None,
-    ) -> Solution:
+    def _solve(self, J: Tensor, j: Tensor | None, asked: Asked) -> Solution:
         weight, bias, size = _in_units_of_its_peak(J, j, torch.float64)
         given = _joined(weight, bias)
         m, U_G, U_A = self.m, self.U_G, self.U_A
@@ -416,7 +396,7 @@ class _Exact(Preconditioner):
             S = S + (R * m.input[..., None, :]) @ U_A.mT
             if self.rest_A:
                 S = S + m.rest[..., None, None] * (below - R @ U_A.mT)
-        return _whole(S, given, m.scale * size, size, self.dtype, j is not None, matrix)
+        return _whole(S, given, m.scale * size, size, self.dtype, j is not None, asked.matrix)
 
 
 class _OneHot(Preconditioner):
@@ -426,20 +406,13 @@ class _OneHot(Preconditioner):
         self.G, self.scale = G, m.scale
         self.both, self.input = m.both.to(G.U), m.input.to(G.U)
 
-    def solve(
-        self,
-        J: Tensor,
-        j: Tensor | None,
-        matrix: Callable[[Tensor], Tensor] = same,
-        spend: bool = False,
-        seer: Seer | None = None,
-    ) -> Solution:
+    def _solve(self, J: Tensor, j: Tensor | None, asked: Asked) -> Solution:
         given, _, size = _in_units_of_its_peak(J, None, self.G.U.dtype)
         K = self.G.U.mT @ given
         S = self.G.U @ (K * self.both)
         if not self.G.full:
             S = S + (given - self.G.U @ K) * self.input
-        return _whole(S, given, self.scale * size, size, self.G.U.dtype, False, matrix)
+        return _whole(S, given, self.scale * size, size, self.G.U.dtype, False, asked.matrix)
 
 
 def _orthonormal(U: Tensor) -> Tensor:

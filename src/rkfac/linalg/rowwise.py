@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rkfac.linalg.kronecker import TOLERATED, Multipliers, Overlapping, Seer
 from rkfac.linalg.lowrank import LowRank
+from rkfac.linalg.shadow import projections
 from rkfac.linalg.shapes import Float
 
 Projections = tuple[Tensor, Tensor | None, Tensor | None, Tensor]
@@ -103,14 +104,8 @@ class Rowwise:
         if seer is not None and self.projects:
             shadow = seer(S, s, square)
             return shadow.output @ self.A.U, shadow.output, shadow.input, square
-        U_G, U_A = self.G.U, self.A.U
-        P = U_G.mT @ S
-        if s is not None:
-            P = torch.cat([P, (U_G.mT @ s)[:, None]], dim=1)
-        R = S @ U_A[: S.shape[1]]
-        if s is not None:
-            R = R.addr_(s, U_A[-1])
-        return P @ U_A, None if self.A.rest is None else P, None if self.G.rest is None else R, square
+        P, R = projections(self.G.U, self.A.U, S, s, self.G.rest is not None)
+        return P @ self.A.U, None if self.A.rest is None else P, R, square
 
     def before(self, known: Projections) -> Tensor:
         """||J||^2 for the J that was preconditioned, in float64."""

@@ -34,6 +34,21 @@ class Shadow:
         )
 
 
+def projections(
+    U_G: Float[Tensor, "*batch dg rg"],
+    U_A: Float[Tensor, "*batch da ra"],
+    J: Float[Tensor, "*batch dg dw"],
+    j: Float[Tensor, "*batch dg"] | None,
+    onto_inputs: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """U_G^T [J | j] and, where they are asked for, [J | j] U_A; a bias's gradient j is the last column."""
+    output, input = U_G.mT @ J, J @ U_A[..., : J.shape[-1], :] if onto_inputs else None
+    if j is None:
+        return output, input
+    output = torch.cat([output, U_G.mT @ j[..., None]], dim=-1)
+    return output, None if input is None else input + j[..., :, None] * U_A[..., -1:, :]
+
+
 class Modes:
     """The kept modes of a layer's two factors, and two fixed directions to look at a matrix along."""
 
@@ -45,9 +60,8 @@ class Modes:
 
     def of(self, J: Float[Tensor, "dg dw"], j: Float[Tensor, "dg"] | None) -> Shadow:
         """The shadow of a matrix."""
-        output, input = self.U_G.mT @ J, J @ self.U_A[: J.shape[-1]]
-        if j is not None:
-            output, input = torch.cat([output, (self.U_G.mT @ j)[:, None]], dim=1), input.addr_(j, self.U_A[-1])
+        output, input = projections(self.U_G, self.U_A, J, j)
+        assert input is not None
         return Shadow(output, input)
 
     def of_rows(self, g: Float[Tensor, "n dg"], a: Float[Tensor, "n dw"], last: Float[Tensor, "n"] | None) -> Shadow:

@@ -123,9 +123,10 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         for block in found.blocks.values():
             self._capture.attach(block)
             silence_others(block.module)
-            # The first hook of all: what it returns is the output that the others see.
-            hook = NaturalHook(block) if self._settings.backward else RowHook(block)
-            self._capture.install(partial(block.module.register_forward_hook, hook, with_kwargs=True, prepend=True))
+            if block.shows_rows:
+                # The first hook of all: what it returns is the output that the others see.
+                hook = NaturalHook(block) if self._settings.backward else RowHook(block)
+                self._capture.install(partial(block.module.register_forward_hook, hook, with_kwargs=True, prepend=True))
         known = self._blocks | found.blocks
         # In the model's order, so that random numbers of a shared generator do not depend on when a layer joined.
         self._blocks = {name: known[name] for name, _ in self._model.named_modules() if name in known}
@@ -136,6 +137,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
     def _plan(self) -> None:
         """Decide what the coming step collects. Called after every step and whenever what decides it changes."""
         assert self._capture is not None
+        self._regroup()
         self._planned: tuple[Any, ...] = self._deciding()
         for block in self._blocks.values():
             first = block.weight.requires_grad and not block.observed
@@ -146,9 +148,11 @@ class CurvatureOptimizer(torch.optim.Optimizer):
                 self._capture.follow(block)
         self._activate()
 
+    def _regroup(self) -> None:
+        self._group_of = {id(p): group for group in self.param_groups for p in group["params"]}
+
     def _deciding(self) -> tuple[Any, ...]:
         """What a plan depends on that may be changed by others between two steps."""
-        self._group_of = {id(p): group for group in self.param_groups for p in group["params"]}
         blocks = self._blocks.values()
         return tuple((self._group(block)["factor_every"], block.weight.requires_grad) for block in blocks)
 
@@ -168,6 +172,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             self._discard()
             for block in self._blocks.values():
                 block.let_go()
+            self._regroup()
             if self._planned != self._deciding():  # schedulers may have changed the periods since the step
                 self._plan()
 

@@ -269,6 +269,11 @@ class Block(ABC):
     def multiply(self, change: tuple[Tensor, ...], group: Group) -> tuple[Tensor, ...]:
         """The damped curvature under the block's own approximation, times a change of the parameters."""
 
+    @property
+    def shows_rows(self) -> bool:
+        """Whether inputs and outputs of its layer are the rows that its gradient is the sum of: only then hooks look there."""
+        return False
+
     follower: Follower | None = None  # of the rows of its coming gradients, for blocks that know how
 
     # --- natural gradients in the backward pass, for blocks that know how

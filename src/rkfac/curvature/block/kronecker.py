@@ -63,6 +63,11 @@ class KroneckerBlock(Block):
         return {"input": self.input, "output": self.output}
 
     @property
+    def shows_rows(self) -> bool:
+        """As its adapter says."""
+        return self.adapter.rowwise
+
+    @property
     def width(self) -> int:
         """Outputs of all groups."""
         return math.prod(self.adapter.output_shape(self.module))
@@ -128,18 +133,13 @@ class KroneckerBlock(Block):
         """The two-sided solve, unless that was done on the way."""
         with self.timed("apply"):
             self._follow()
-            inverse = self.rowwise or self._inverse(group)
-            self._follow_rows(inverse.projects)
-            seer = None
-            if self.follower is not None and origin is not None:
-                seer = partial(self.follower.shadow, origin=origin)
-            elif self.follower is not None:
-                self.follower.unasked()
             if self.rowwise is not None:
-                return self._arrived(gradients, self.rowwise, seer)
+                return self._arrived(gradients, self.rowwise, self._seer(self.rowwise.projects, origin))
+            inverse = self._inverse(group)
+            seer = self._seer(inverse.projects, origin)
             matrix = partial(self.adapter.stored, self.module)
             j = self.adapter.vector(self.module, gradients[1]) if self.bias else None
-            solution = self._inverse(group).solve(matrix(gradients[0]), j, matrix, spend, seer)
+            solution = inverse.solve(matrix(gradients[0]), j, matrix, spend, seer)
             parts: tuple[Part, ...] = (solution.weight,)
             if solution.bias is not None:
                 parts = (solution.weight, Whole(solution.bias.reshape(gradients[1].shape)))
@@ -151,6 +151,16 @@ class KroneckerBlock(Block):
                 length=solution.square.sqrt(),
                 along=lambda: solution.inner() * solution.size,
             )
+
+    def _seer(self, projects: bool, origin: Origin | None) -> Seer | None:
+        """Who knows the projections of vectors of this origin, if anybody may."""
+        self._follow_rows(projects)
+        if self.follower is None:
+            return None
+        if origin is None:
+            self.follower.unasked()
+            return None
+        return partial(self.follower.shadow, origin=origin)
 
     def _follow_rows(self, projects: bool) -> None:
         """Have the coming gradients' rows followed, where a basis asks for projections and rows are the cheaper way."""
