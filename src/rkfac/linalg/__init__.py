@@ -3,17 +3,9 @@
 from rkfac.linalg.checks import DecompositionError
 from rkfac.linalg.exact import eigh
 from rkfac.linalg.host import at_once
-from rkfac.linalg.kronecker import (
-    Diagonal,
-    Multipliers,
-    Preconditioner,
-    Seer,
-    Solution,
-    factored,
-    preconditioner,
-    product,
-)
+from rkfac.linalg.kronecker import Preconditioner, Seer, Solution, preconditioner
 from rkfac.linalg.lowrank import LowRank
+from rkfac.linalg.multipliers import Diagonal, Multipliers, factored, product
 from rkfac.linalg.online import correct, online_update
 from rkfac.linalg.orthonormal import orthonormal
 from rkfac.linalg.parts import Itself, Part, Terms, Whole

@@ -1,11 +1,10 @@
 """The two-sided solve of one layer: S = (G + l I)^-1 J (A + l I)^-1 or its product-damped kin.
 
-With U_G, U_A the kept bases, J splits into four blocks: kept x kept, kept x rest, rest x kept, rest x rest. A damped
-Kronecker inverse multiplies the first entry by entry, the next two by a vector, the last by a number (`Multipliers`).
-S itself is not formed: it is a multiple of J and a product of two thin matrices, which are added to whatever S is for, and
-its length and its product with J follow from the four blocks. A temporary of a weight's size costs more than all of this.
-All of it works on numbers of size one: multipliers are kept in units of the largest, J, where it is very large or small, in
-units of its own peak, and the true size of S is one float64 number beside it, so that nothing overflows or vanishes.
+What the inverse does to the four blocks of J is known (`multipliers.py`). S itself is not formed: it is a multiple of J and
+a product of two thin matrices, which are added to whatever S is for, and its length and its product with J follow from the
+four blocks. A temporary of a weight's size costs more than all of this. All of it works on numbers of size one: multipliers
+are kept in units of the largest, J, where it is very large or small, in units of its own peak, and the true size of S is
+one float64 number beside it, so that nothing overflows or vanishes.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial, singledispatch
 
 import torch
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from rkfac.linalg.host import at_once
 from rkfac.linalg.lowrank import LowRank
+from rkfac.linalg.multipliers import Diagonal, Multipliers, Overlapping
 from rkfac.linalg.parts import Corrected, Part, Whole, same
 from rkfac.linalg.scaling import SAFE, peak
 from rkfac.linalg.shadow import AGREEMENT, Shadow, projections
@@ -35,84 +35,6 @@ TOLERATED = 5e-4
 ROUNDINGS = 4  # of size eps ||J|| that one short solve is good for
 MEASURED = 1e-3  # share of ||J||^2 below which ||S||^2 (in units) is too much of a difference to be had from the blocks
 OVERHEAD = 1e7  # flops that the operations of a thin solve beyond an explicit one are worth on a CPU
-
-
-@dataclass(frozen=True, eq=False)
-class Diagonal:
-    """A diagonal factor (one-hot inputs): its own eigenvalues, nothing discarded."""
-
-    s: Float[Tensor, "d"]
-
-    @property
-    def fill(self) -> Float[Tensor, ""]:
-        """Nothing is discarded."""
-        return self.s.new_zeros(())
-
-    @property
-    def full(self) -> bool:
-        """Nothing is discarded."""
-        return True
-
-    def __matmul__(self, V: Float[Tensor, "d k"]) -> Float[Tensor, "d k"]:
-        """The matrix times V."""
-        return self.s[:, None].to(V) * V
-
-
-@dataclass(frozen=True, eq=False)
-class Multipliers:
-    """What the damped inverse does to the four blocks of J: `scale` times values of at most one, all in float64.
-
-    A block that does not exist, because nothing was discarded on its side, is multiplied by zero.
-    """
-
-    both: Float[Tensor, "*batch rg ra"]
-    output: Float[Tensor, "*batch rg"]
-    input: Float[Tensor, "*batch ra"]
-    rest: Float[Tensor, "*batch"]
-    scale: Float[Tensor, ""]
-    # Where the blocks are products of one number a side: those of G's kept and discarded, A's kept and discarded.
-    sides: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
-
-    def spread(self) -> float:
-        """Largest multiplier over the smallest that acts on kept modes of the same group."""
-        return float((1 / self.both.amin((-2, -1))).max())
-
-
-def factored(
-    G: LowRank, A: LowRank | Diagonal, damping_G: float | Tensor, damping_A: float | Tensor, power: float = -1.0
-) -> Multipliers:
-    """(G + l_G I)^-1 J (A + l_A I)^-1: the paper's rule (Algorithms 1 and 4); or both to another power."""
-    g, g_rest = _powers(G, damping_G, power)
-    a, a_rest = _powers(A, damping_A, power)
-    blocks = g[..., :, None] * a[..., None, :], g * a_rest[..., None], a * g_rest[..., None], g_rest * a_rest
-    return replace(_normalised(*blocks), sides=(g, g_rest, a, a_rest))
-
-
-def product(G: LowRank, A: LowRank | Diagonal, damping: float | Tensor, power: float = -1.0) -> Multipliers:
-    """(A (x) G + l I)^-1 vec J: damping on the product spectrum, all four blocks; or another power of it."""
-    g, a, g_rest, a_rest = (t.double() for t in (G.s, A.s, G.fill, A.fill))
-    l = torch.as_tensor(damping, dtype=torch.float64, device=g.device)
-    discarded_G, discarded_A = float(not G.full), float(not A.full)
-    return _normalised(
-        (g[..., :, None] * a[..., None, :] + l[..., None, None]) ** power,
-        discarded_A * (g * a_rest[..., None] + l[..., None]) ** power,
-        discarded_G * (a * g_rest[..., None] + l[..., None]) ** power,
-        discarded_G * discarded_A * (g_rest * a_rest + l) ** power,
-    )
-
-
-def _powers(low: LowRank | Diagonal, damping: float | Tensor, power: float) -> tuple[Tensor, Tensor]:
-    """Of the damped kept eigenvalues and of the damped rest, in float64; zero for a rest that does not exist."""
-    s = low.s.double()
-    l = torch.as_tensor(damping, dtype=torch.float64, device=s.device)
-    rest = (low.fill.double() + l) ** power
-    return (s + l[..., None]) ** power, torch.zeros_like(rest) if low.full else rest
-
-
-def _normalised(both: Tensor, output: Tensor, input: Tensor, rest: Tensor) -> Multipliers:
-    """In units of the largest."""
-    scale = torch.stack([t.amax() for t in (both, output, input, rest)]).amax()
-    return Multipliers(both / scale, output / scale, input / scale, rest / scale, scale)
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,32 +120,6 @@ def _(A: LowRank, G: LowRank, multipliers: Multipliers) -> Preconditioner:
 @preconditioner.register
 def _(A: Diagonal, G: LowRank, multipliers: Multipliers) -> Preconditioner:
     return _OneHot(G, multipliers)
-
-
-class Overlapping:
-    """Multipliers of the four blocks as those of projections that overlap: of U_G^T J U_A, U_G^T J, J U_A and J."""
-
-    def __init__(self, both: Tensor, output: Tensor, input: Tensor, rest: Tensor, G_full: bool, A_full: bool) -> None:
-        self.both, self.output, self.input, self.rest = both, output, input, rest
-        if not A_full:
-            self.both = self.both - output[..., :, None]
-        if not G_full:
-            self.both = self.both - input[..., None, :]
-        if not (A_full or G_full):
-            self.both = self.both + rest[..., None, None]
-            self.output, self.input = output - rest[..., None], input - rest[..., None]
-
-    def total(self, K: Tensor, P: Tensor | None, R: Tensor | None, norms: Tensor) -> Tensor:
-        """sum of (multiplier x energy of J) over the four blocks.
-
-        K = U_G^T J U_A, P = U_G^T J (None: A is full), R = J U_A (None: G is full), norms = ||J||^2 a group.
-        """
-        total = (self.both * K.double().square()).sum()
-        if P is not None:
-            total = total + (self.output * torch.linalg.vector_norm(P, dim=-1).double().square()).sum()
-        if R is not None:
-            total = total + (self.input * torch.linalg.vector_norm(R, dim=-2).double().square()).sum()
-        return (total if P is None or R is None else total + (self.rest * norms).sum()).clamp_min(0)
 
 
 class _Short(Preconditioner):

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rkfac.linalg.kronecker import TOLERATED, Multipliers, Overlapping, Seer
+from rkfac.linalg.kronecker import TOLERATED, Seer
 from rkfac.linalg.lowrank import LowRank
+from rkfac.linalg.multipliers import Multipliers, Overlapping
 from rkfac.linalg.shadow import projections
 from rkfac.linalg.shapes import Float
 
