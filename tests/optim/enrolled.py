@@ -50,5 +50,7 @@ OPTIMIZERS: dict[str, Enrolled] = {
     ),
     "RSKFAC-auto-rank": Enrolled(partial(stated.RSKFAC, rank="auto", oversampling=1)),
     "graft-adamw": Enrolled(_adamw_length, lacks=frozenset({"momentum"})),
+    "input-side": Enrolled(partial(stated.RSKFAC, sides="input", **SMALL)),
+    "output-side": Enrolled(partial(stated.RSKFAC, sides="output", **SMALL)),
     "paper": Enrolled(partial(rkfac.RSKFAC, **{**rkfac.paper_defaults(), **SMALL})),
 }

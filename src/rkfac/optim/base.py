@@ -110,11 +110,12 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         if self._capture is not None:
             self._extend()
 
-    def _make_block(self, name: str, module: nn.Module, adapter: Adapter) -> Block:
+    def _make_block(self, name: str, module: nn.Module, adapter: Adapter) -> Block | str:
+        """The block that serves a layer, or why none does."""
         for kind in type(adapter).__mro__:
             if kind in self.block_types:
                 return self.block_types[kind](name, module, adapter, self._settings)
-        raise TypeError(f"{type(self).__name__} has no block for {type(adapter).__name__}")
+        return f"{type(self).__name__} has no curvature for {type(module).__name__}"
 
     def _extend(self) -> None:
         """Give a block to every layer that can have one and has none yet."""

@@ -15,7 +15,7 @@ from torch.nn.parameter import UninitializedParameter
 from rkfac.curvature.block import Block
 from rkfac.layers import Adapter, KroneckerAdapter, Uncovered, adapter_for, known_classes, own_parameters
 
-MakeBlock = Callable[[str, nn.Module, Adapter], Block]
+MakeBlock = Callable[[str, nn.Module, Adapter], Block | str]
 
 
 @dataclass
@@ -77,10 +77,11 @@ def cover(
             reason = choice.refusal(name, module) or adapter.reason
         else:
             reason = choice.refusal(name, module) or _unfit(adapter, module, own, ids, owners, choice.max_factor_dim)
-        if reason:
-            found.reasons[name] = (module, reason)
-        elif isinstance(adapter, Adapter):
-            found.blocks[name] = make(name, module, adapter)
+        made = reason if reason or isinstance(adapter, Uncovered) else make(name, module, adapter)
+        if isinstance(made, Block):
+            found.blocks[name] = made
+        else:
+            found.reasons[name] = (module, made)
     return found
 
 
