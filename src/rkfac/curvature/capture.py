@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from rkfac import compat
 from rkfac.curvature.calls import Arrival, Call, Observer, Pass, Watched
 from rkfac.curvature.hooks import BROKEN_GRAPH, Hook, Removable, first_tensor, full_precision
-from rkfac.curvature.inside import Inside, Noticed
+from rkfac.curvature.inside import Inside
 from rkfac.layers.base import Use
 
 
@@ -56,6 +56,8 @@ class Capture:
             self._handles = [register() for register in self._registrations]
 
     def _remove(self) -> None:
+        for inside in self._insides.values():
+            inside.let_go()
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -178,9 +180,9 @@ class Capture:
         for found in noticed if ran else ():
             watched, use = found.who
             samples = inside.within.container.samples(module, args, kwargs)
-            if watched.observer.wanted and found.whole(samples):
-                laid_out = partial(Noticed.outputs, found, samples)
-                self._found(watched, use, module, found.inputs(samples), found.result, found.result, laid_out)
+            if watched.observer.wanted and found.fits(samples):
+                x, y = found.inputs(samples), found.result
+                self._found(watched, use, module, x, y, y, found.laid_out(samples))
 
     def _found(
         self,

@@ -8,8 +8,9 @@ not noticed, and the layer then says that it got gradients and was not seen.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -31,30 +32,34 @@ PRODUCTS: Mapping[Any, tuple[int, int, bool]] = {
 
 @dataclass(frozen=True, eq=False)
 class Noticed(Generic[Who]):
-    """rows (positions x samples, d_in) times rows `first`, `first` + 1... of a weight that has `outputs_of_all` of them."""
+    """rows (positions x samples, d_in) times some rows of a weight, and where in its outputs (first, behind) these stand."""
 
     who: Who
     rows: Tensor
     result: Tensor
-    first: int
-    outputs_of_all: int
+    around: tuple[int, int]
 
-    def whole(self, samples: int) -> bool:
+    def fits(self, samples: int) -> bool:
         """Whether the rows can be those of so many samples."""
         return samples > 0 and self.rows[..., 0].numel() % samples == 0
 
     def inputs(self, samples: int) -> Tensor:
         """(samples, positions, d_in)."""
-        return self._by_sample(self.rows, samples)
+        return _by_sample(self.rows.detach(), samples)
 
-    def outputs(self, samples: int, g: Tensor) -> Tensor:
-        """A gradient at the result as one at all outputs, (samples, positions, d_out): zero where no product was made."""
-        behind = self.outputs_of_all - self.first - g.shape[-1]
-        g = self._by_sample(g, samples)
-        return nn.functional.pad(g, (self.first, behind)) if self.first or behind else g
+    def laid_out(self, samples: int) -> Callable[[Tensor], Tensor]:
+        """What turns a gradient at the result into one at all outputs; it holds nothing of the graph, which will hold it."""
+        return partial(_among_all, samples, self.around)
 
-    def _by_sample(self, t: Tensor, samples: int) -> Tensor:
-        return t.reshape(-1, samples, t.shape[-1]).transpose(0, 1)
+
+def _by_sample(t: Tensor, samples: int) -> Tensor:
+    return t.reshape(-1, samples, t.shape[-1]).transpose(0, 1)
+
+
+def _among_all(samples: int, around: tuple[int, int], g: Tensor) -> Tensor:
+    """(samples, positions, d_out): zero where no product was made."""
+    g = _by_sample(g, samples)
+    return nn.functional.pad(g, around) if any(around) else g
 
 
 class Inside(Generic[Who]):
@@ -87,9 +92,12 @@ class Inside(Generic[Who]):
         products, self._products = self._products, None
         if products is None:
             return []
-        if products.innermost:
+        if (
+            products.innermost
+        ):  # it is, unless an interrupt tore the stack of modes: then it looks at nothing from now on
             products.__exit__(None, None, None)
-        return products.noticed
+        noticed, products.noticed = products.noticed, None
+        return noticed or []
 
 
 class _Products(compat.Dispatch, Generic[Who]):
@@ -97,12 +105,14 @@ class _Products(compat.Dispatch, Generic[Who]):
 
     def __init__(self, weights: Mapping[int, tuple[nn.Parameter, Who]]) -> None:
         super().__init__()
-        self.noticed: list[Noticed[Who]] = []
+        self.noticed: list[Noticed[Who]] | None = []  # None: it is over
         self._weights = weights
         self._copies: dict[int, tuple[Tensor, nn.Parameter, int]] = {}  # in another precision, and from which row on
 
     def ran(self, operation: Any, args: tuple[Any, ...], result: Any) -> None:
         """Remember products, and copies that autocast makes of what is looked for."""
+        if self.noticed is None:
+            return
         if operation is aten._to_copy.default:
             if (found := self._rows_of(args[0], args[0])) is not None:
                 self._copies[id(result)] = result, *found
@@ -112,8 +122,8 @@ class _Products(compat.Dispatch, Generic[Who]):
             found = self._rows_of(matrix, matrix.mT if transposed else matrix)
             if found is not None:
                 parameter, first = found
-                who = self._weights[id(parameter)][1]
-                self.noticed.append(Noticed(who, args[rows], result, first, parameter.shape[0]))
+                around = first, parameter.shape[0] - first - result.shape[-1]
+                self.noticed.append(Noticed(self._weights[id(parameter)][1], args[rows], result, around))
 
     def _rows_of(self, tensor: Tensor, matrix: Tensor) -> tuple[nn.Parameter, int] | None:
         """The watched weight that a matrix is some rows of, and the first of them; None: of no such weight, or not rows."""
