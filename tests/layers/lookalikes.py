@@ -21,6 +21,10 @@ class Conv1D(nn.Module):
 Conv1D.__module__ = "transformers.pytorch_utils"
 
 
+class Transposed(Conv1D):
+    """The same, where it can be pickled."""
+
+
 class OwnRMSNorm(nn.Module):
     """x / sqrt(mean x^2 + eps) * weight."""
 

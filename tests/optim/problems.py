@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from layers.lookalikes import Conv1D, OwnRMSNorm
+from layers.lookalikes import OwnRMSNorm, Transposed
 from rkfac.linalg.symmetric import mirrored, unfolded
 
 Batch = tuple[Tensor, Tensor]
@@ -56,14 +56,14 @@ def reader(dtype: torch.dtype = torch.float64) -> Reader:
 
 
 class Speaker(nn.Module):
-    """A table that is the head too, attention, a transposed Linear layer, a norm of one's own: tokens (n, 5) below 9, 9 classes."""
+    """A table that is the head too, attention, a transposed Linear layer, a norm of one's own: tokens (n, 5), 9 classes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(9, 6)
         self.encoder = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True)
         self.memory = nn.MultiheadAttention(6, 3, bias=False)
-        self.mix, self.norm = Conv1D(6, 6), OwnRMSNorm(6)
+        self.mix, self.norm = Transposed(6, 6), OwnRMSNorm(6)
         self.head = nn.Linear(6, 9, bias=False)
         self.head.weight = self.table.weight
 
