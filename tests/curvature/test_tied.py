@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import rkfac
 from curvature.brute import block_of, held, kfac
 from rkfac.curvature.block import TiedBlock
 from rkfac.curvature.factor import DiagonalFactor
 from rkfac.curvature.moment import JoinedMoment, Moment, SquareMoment
+from rkfac.layers import TiedAdapter
 
 VOCABULARY, WIDTH, SAMPLES, LENGTH = 9, 4, 6, 5
 
@@ -339,6 +341,18 @@ def test_a_weight_untied_or_tied_once_more_retires_its_block() -> None:
         loss(model, *sentences()).backward()
         with pytest.warns(UserWarning, match="'table' trains by the fallback rule from now on"):
             optimizer.step()
+
+
+def test_an_optimizer_without_a_block_for_ties_leaves_them_out_by_name() -> None:
+    class Plain(rkfac.KFAC):
+        block_types: ClassVar[Any] = {
+            kind: block for kind, block in rkfac.KFAC.block_types.items() if kind is not TiedAdapter
+        }
+
+    optimizer = Plain(language(), exclude=())
+    reasons = {r.name: r.reason for r in optimizer.report() if not r.covered}
+    assert reasons.keys() == {"table", "head"}
+    assert set(reasons.values()) == {"Plain has no block for a weight of Embedding and Linear layers"}
 
 
 # --- moments

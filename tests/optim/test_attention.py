@@ -223,3 +223,39 @@ def test_apply_backward_leaves_attention_and_tied_weights_to_the_step() -> None:
         step(model, mine, batch)
         step(other, theirs, batch)
     assert_same_parameters(model, other, rtol=1e-7, atol=1e-9)
+
+
+def test_a_whole_transformer_is_covered_and_learns() -> None:
+    model = nn.Transformer(WIDTH, HEADS, 1, 1, WIDE, dropout=0.1, batch_first=True)
+    optimizer = stated.RSKFAC(model, lr=0.02, factor_every=1, inverse_every=2)
+    source, target = torch.randn(6, 5, WIDTH), torch.randn(6, 4, WIDTH)
+    mask = nn.Transformer.generate_square_subsequent_mask(4)
+    losses = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(30):
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(source, target, tgt_mask=mask), target.roll(-1, 1))
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    assert all(r.covered and not r.reason for r in optimizer.report())
+    assert sum(r.parameters for r in optimizer.report()) == sum(p.numel() for p in model.parameters())
+    assert losses[-1] < 0.9 * losses[0]
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_looking_into_a_forward_changes_no_bit_of_it(need_weights: bool) -> None:
+    """Nor of its dropout, nor of its gradients."""
+    found = []
+    for watched in (False, True):
+        torch.manual_seed(5)
+        model, x = nn.MultiheadAttention(WIDTH, HEADS, dropout=0.5), torch.randn(5, 3, WIDTH)
+        optimizer = stated.KFAC(model, factor_every=1) if watched else None
+        torch.manual_seed(6)
+        y, weights = model(x, x, x, need_weights=need_weights)
+        y.square().sum().backward()
+        found.append([y, torch.rand(3), *(p.grad for p in model.parameters())] + ([weights] if need_weights else []))
+        assert optimizer is None or optimizer._capture.active
+    for mine, theirs in zip(*found, strict=True):
+        assert torch.equal(mine, theirs)

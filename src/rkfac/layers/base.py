@@ -28,6 +28,7 @@ class Adapter(ABC):
 
     weight_name: str = "weight"
     bias_name: str | None = "bias"  # None: no bias ever takes part
+    unlike_its_ancestors: ClassVar[bool] = False  # whether a block for its ancestors would misread it
 
     def plain_weight(self, module: nn.Module) -> nn.Parameter | None:
         """The weight as a parameter of the module's own; None: it is missing, or made of others (parametrized)."""

@@ -15,6 +15,8 @@ class TiedAdapter(EmbeddingAdapter):
     sum g onehot^T over the lookups + sum a h^T over the head's rows, a its inputs and h the gradients at its output.
     """
 
+    unlike_its_ancestors = True  # half of what it sees are no lookups
+
 
 def together(uses: Sequence[Use]) -> Adapter | Uncovered:
     """What serves a weight with all of its uses, tables first; biases of heads that share a weight take no part."""

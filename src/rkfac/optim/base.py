@@ -19,7 +19,7 @@ from rkfac.curvature.following import RowHook
 from rkfac.curvature.hooks import full_precision
 from rkfac.curvature.natural import NaturalHook, silence_others
 from rkfac.curvature.sampled import SampledCapture
-from rkfac.layers import Adapter, KroneckerAdapter, TiedAdapter, UnitAdapter, Use
+from rkfac.layers import Adapter, KroneckerAdapter, TiedAdapter, Uncovered, UnitAdapter, Use
 from rkfac.optim import memory
 from rkfac.optim.adaptive import LevenbergMarquardt, Watch
 from rkfac.optim.amp import loss_scale
@@ -111,11 +111,12 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         if self._capture is not None:
             self._extend()
 
-    def _make_block(self, uses: Sequence[Use], adapter: Adapter) -> Block:
-        for kind in type(adapter).__mro__:
+    def _make_block(self, uses: Sequence[Use], adapter: Adapter) -> Block | Uncovered:
+        for kind in type(adapter).__mro__[: 1 if adapter.unlike_its_ancestors else None]:
             if kind in self.block_types:
                 return self.block_types[kind](uses, adapter, self._settings)
-        raise TypeError(f"{type(self).__name__} has no block for {type(adapter).__name__}")
+        kinds = " and ".join(sorted({type(use.module).__name__ for use in uses}))
+        return Uncovered(f"{type(self).__name__} has no block for a weight of {kinds} layers")
 
     def _extend(self) -> None:
         """Give a block to every layer that can have one and has none yet."""

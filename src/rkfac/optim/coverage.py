@@ -26,7 +26,7 @@ from rkfac.layers import (
 )
 from rkfac.layers.embedding import EmbeddingAdapter
 
-MakeBlock = Callable[[Sequence[Use], Adapter], Block]
+MakeBlock = Callable[[Sequence[Use], Adapter], Block | Uncovered]
 
 
 @dataclass(frozen=True)
@@ -94,16 +94,28 @@ def cover(
             continue
         refused = (choice.refusal(use.name, use.module, use.called) for use in shared)
         reason = next(filter(None, refused), "")
-        if isinstance(adapter, Uncovered):
-            reason = reason or adapter.reason
+        made: Block | Uncovered = Uncovered(reason) if reason else _made(adapter, shared, make, ids, owners, choice)
+        if isinstance(made, Block):
+            found.blocks[name] = made
         else:
-            reason = reason or _unfit(adapter, shared, ids, owners, choice.max_factor_dim)
-        if reason:
-            reasons.update((use.name, reason) for use in shared)
-        elif isinstance(adapter, Adapter):
-            found.blocks[name] = make(shared, adapter)
+            reasons.update((use.name, made.reason) for use in shared)
     found.reasons = _left_out(model, [*covered.values(), *found.blocks.values()], reasons, choice)
     return found
+
+
+def _made(
+    adapter: Adapter | Uncovered,
+    uses: Sequence[Use],
+    make: MakeBlock,
+    ids: set[int],
+    owners: Counter[int],
+    choice: Choice,
+) -> Block | Uncovered:
+    """A weight's block, if it can have one."""
+    if isinstance(adapter, Uncovered):
+        return adapter
+    reason = _unfit(adapter, uses, ids, owners, choice.max_factor_dim)
+    return Uncovered(reason) if reason else make(uses, adapter)
 
 
 def _uses(model: nn.Module) -> tuple[list[Use], dict[str, str]]:
@@ -138,16 +150,18 @@ def _left_out(
     for name, module in model.named_modules():
         own = own_parameters(module)
         rest = {key: p for key, p in own.items() if id(p) not in owned}
-        if not rest:
-            continue
+        block = partly.get(id(module))
+        inner = block is not None and block.uses[0].within is not None
+        if not rest or (block is not None and not block.tied and not inner):
+            continue  # a weight in another's place is its block's trouble
         new = {key: p for key, p in rest.items() if id(p) not in counted}
         counted.update(map(id, new.values()))
-        if id(module) not in partly and not any(f"{name}.{key}".removeprefix(".") in reasons for key in rest):
+        if block is None and not any(f"{name}.{key}".removeprefix(".") in reasons for key in rest):
             reason = choice.refusal(name, module) or reasons[name]
             found[name] = LeftOut(type(module).__name__, tuple(new.values()), reason)
             continue
         for key, p in new.items():
-            full, block = f"{name}.{key}".removeprefix("."), partly.get(id(module))
+            full = f"{name}.{key}".removeprefix(".")
             why = reasons.get(full) or f"{key} of {type(module).__name__} is not a part of one projection"
             if block is not None and block.tied:
                 why = f"its weight is preconditioned with that of {block.name!r}, and no bias takes part in that"
