@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -62,6 +63,41 @@ def behind_view(tensor: Tensor) -> Tensor:
     """What a tensor is a view of, where that has the same elements: in-place changes of a view pass by the view's own hooks."""
     base = tensor._base
     return base if base is not None and base.requires_grad and base.numel() == tensor.numel() else tensor
+
+
+class Dispatch(TorchDispatchMode):
+    """Sees, while it is entered, every operation below autograd; what one returns gets its history afterwards.
+
+    Arguments are the very tensors that autograd knows, with their bases and histories.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Run an operation, then look at it."""
+        result = func(*args, **(kwargs or {}))
+        self.ran(func, args, result)
+        return result
+
+    def ran(self, operation: Any, args: tuple[Any, ...], result: Any) -> None:
+        """An operation is done."""
+
+    @property
+    def innermost(self) -> bool:
+        """Whether leaving now leaves this one: modes are a stack, and leaving takes the uppermost off it."""
+        return _get_current_dispatch_mode() is self
+
+
+def base_of(tensor: Tensor) -> Tensor:
+    """What a tensor is a view of, or itself."""
+    base = tensor._base
+    return tensor if base is None else base
+
+
+def parameter_behind(tensor: Tensor) -> Tensor | None:
+    """The parameter that a tensor is a cast and transposed copy of, by its history: autocast keeps such copies."""
+    node = tensor.grad_fn
+    while node is not None and node.name() in ("TBackward0", "ToCopyBackward0"):
+        node = node.next_functions[0][0]
+    return getattr(node, "variable", None)  # AccumulateGrad's
 
 
 def saved_otherwise() -> bool:

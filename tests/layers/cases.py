@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from layers.lookalikes import Conv1D, OwnRMSNorm, ShiftedRMSNorm
+
 
 @dataclass(frozen=True)
 class Case:
@@ -100,6 +102,12 @@ CASES = [
     Case("layernorm no shift", lambda: nn.LayerNorm(4, bias=False), (5, 3, 4)),
     Case("rmsnorm", lambda: nn.RMSNorm(4, eps=0.1), (5, 3, 4)),
     Case("rmsnorm two dimensions", lambda: nn.RMSNorm((3, 4)), (5, 2, 3, 4)),
+    Case("transposed linear 1-D", lambda: Conv1D(3, 4), (4,)),
+    Case("transposed linear 2-D", lambda: Conv1D(3, 4), (5, 4)),
+    Case("transposed linear 4-D", lambda: Conv1D(3, 4), (5, 2, 3, 4)),
+    Case("rmsnorm of somebody's own", lambda: OwnRMSNorm(4, eps=0.1), (5, 3, 4)),
+    Case("rmsnorm of somebody's own 1-D", lambda: OwnRMSNorm(4), (4,)),
+    Case("rmsnorm, scales 1 + weight", lambda: ShiftedRMSNorm(4, eps=1e-3), (5, 3, 4)),
 ]
 
 each_case = pytest.mark.parametrize("case", CASES, ids=attrgetter("name"))

@@ -10,7 +10,7 @@ from layers.cases import CASES, Case, each_case
 from rkfac.layers import KroneckerAdapter, UnitAdapter, adapter_for, conv
 
 CONVOLUTIONS = [c for c in CASES if c.name.startswith("conv")]
-SHARED = [c for c in CASES if c.name.startswith(("conv", "linear")) and "unbatched" not in c.name]
+SHARED = [c for c in CASES if c.name.startswith(("conv", "linear", "transposed")) and "unbatched" not in c.name]
 
 
 def differentiated(case: Case) -> tuple[nn.Module, Tensor, Tensor]:

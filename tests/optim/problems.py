@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from layers.lookalikes import OwnRMSNorm, Transposed
 from rkfac.linalg.symmetric import mirrored, unfolded
 
 Batch = tuple[Tensor, Tensor]
@@ -52,6 +53,28 @@ class Reader(nn.Module):
 
 def reader(dtype: torch.dtype = torch.float64) -> Reader:
     return Reader().to(dtype)
+
+
+class Speaker(nn.Module):
+    """A table that is the head too, attention, a transposed Linear layer, a norm of one's own: tokens (n, 5), 9 classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(9, 6)
+        self.encoder = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True)
+        self.memory = nn.MultiheadAttention(6, 3, bias=False)
+        self.mix, self.norm = Transposed(6, 6), OwnRMSNorm(6)
+        self.head = nn.Linear(6, 9, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h = self.encoder(self.table(tokens))
+        seen = self.memory(h[:, :2].transpose(0, 1), *2 * (h.transpose(0, 1),), need_weights=False)[0]
+        return self.head(self.norm(torch.tanh(self.mix(seen.mean(0)))))
+
+
+def speaker(dtype: torch.dtype = torch.float64) -> Speaker:
+    return Speaker().to(dtype)
 
 
 def rows(n: int = 12, dtype: torch.dtype = torch.float64) -> Batch:

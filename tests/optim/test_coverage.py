@@ -23,6 +23,7 @@ from optim.problems import (
     reader,
     rows,
     sentences,
+    speaker,
     step,
     train,
 )
@@ -50,18 +51,21 @@ class Tied(nn.Module):
         return self.head(torch.tanh(self.hidden(self.embedding(tokens))).mean(1))
 
 
-def test_tied_weights_are_left_to_the_fallback_rule_by_name() -> None:
+def test_a_table_that_is_the_head_too_is_one_layer_under_the_table_s_name() -> None:
     model = Tied().double()
-    optimizer = stated.KFAC(model, lr=0.1, momentum=0.0, kl_clip=None, **EVERY)
-    assert covered(optimizer) == {"hidden"}
-    assert reasons(optimizer).keys() == {"embedding", "head"}
-    assert all("tied" in reason for reason in reasons(optimizer).values())
+    optimizer = stated.KFAC(model, lr=0.1, momentum=0.0, kl_clip=None, graft=None, **EVERY)
+    assert covered(optimizer) == {"embedding", "hidden"}
+    assert not reasons(optimizer)
     start = parameters(model)
     tokens, _ = sentences()
     F.cross_entropy(model(tokens), torch.randint(9, (8,))).backward()
     optimizer.step()
-    gradient = model.embedding.weight.grad
-    torch.testing.assert_close(model.embedding.weight.detach(), start["embedding.weight"] - 0.1 * gradient)
+    (report,) = (r for r in optimizer.report() if r.name == "embedding")
+    assert report.shared_with == ("head",)
+    assert (report.input_dim, report.output_dim) == (9, 6)
+    moved, gradient = model.embedding.weight.detach() - start["embedding.weight"], model.embedding.weight.grad
+    assert (moved * gradient).sum() < 0
+    assert not torch.allclose(moved / moved.norm(), -gradient / gradient.norm(), atol=1e-2), "it is preconditioned"
     assert model.head.weight is model.embedding.weight
 
 
@@ -113,12 +117,20 @@ class Encoder(nn.Module):
         return self.head(self.layer(x).mean(1))
 
 
-def test_a_transformer_layer_is_covered_but_for_its_attention() -> None:
+class OwnAttention(nn.MultiheadAttention):
+    """With a forward of its own, which may mean anything."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
+def test_attention_with_a_forward_of_its_own_trains_by_the_fallback_rule() -> None:
     model = Encoder().double()
+    model.layer.self_attn = OwnAttention(6, 2, batch_first=True).double()
     optimizer = stated.KFAC(model, lr=0.05, momentum=0.0, kl_clip=None, **EVERY)
     assert covered(optimizer) == {"layer.linear1", "layer.linear2", "layer.norm1", "layer.norm2", "head"}
     assert reasons(optimizer).keys() == {"layer.self_attn", "layer.self_attn.out_proj"}
-    assert "MultiheadAttention" in reasons(optimizer)["layer.self_attn.out_proj"]
+    assert set(reasons(optimizer).values()) == {"OwnAttention overrides forward of MultiheadAttention"}
     start = parameters(model)
     step(model, optimizer, (torch.randn(5, 3, 6, dtype=torch.float64), torch.randint(4, (5,))))
     assert_moved(model, start)
@@ -211,7 +223,7 @@ def test_sparse_gradients_are_reported_and_refused_before_anything_moves() -> No
 
 
 def test_every_parameter_is_counted_once_in_the_report() -> None:
-    for model in (mlp(), convnet(), Encoder(), reader()):
+    for model in (mlp(), convnet(), Encoder(), reader(), speaker(), Tied()):
         optimizer = stated.KFAC(model)
         named = {name.rpartition(".")[0] for name, _ in model.named_parameters()}
         reports = optimizer.report()
@@ -265,7 +277,7 @@ def test_the_spectrum_of_an_embedding_is_how_often_its_rows_are_used() -> None:
 
 def test_a_person_can_read_the_repr() -> None:
     model = Encoder()
-    optimizer = stated.RSKFAC(model, lr=0.25, params=list(model.named_parameters()))
+    optimizer = stated.RSKFAC(model, lr=0.25, params=list(model.named_parameters()), exclude="MultiheadAttention")
     text = repr(optimizer)
     assert text.startswith("RSKFAC(")
     assert text.endswith(")")

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
+
+from rkfac.layers.base import Use
 
 
 class Observer(Protocol):
     """Who receives a layer's statistics."""
 
     name: str
-    module: nn.Module
+    uses: Sequence[Use]  # of its weight
     weight: nn.Parameter
     wanted: bool
     natural: bool  # whether its gradient comes preconditioned
@@ -22,13 +24,13 @@ class Observer(Protocol):
     def trouble(self) -> str:
         """Why the layer cannot be preconditioned any more, or an empty string."""
 
-    def terms(self, x: Tensor, g: Tensor) -> int:
+    def terms(self, use: Use, x: Tensor, g: Tensor) -> int:
         """How many terms a loss has that is reached from the layer's output directly."""
 
-    def observe(self, x: Tensor, g: Tensor, one_pass: Any, terms: int) -> None:
+    def observe(self, use: Use, x: Tensor, g: Tensor, one_pass: Any, terms: int) -> None:
         """Input and output gradient of one call of the layer that counts."""
 
-    def explains(self, calls: list[tuple[Tensor, Tensor]], gradient: Tensor) -> bool | None:
+    def explains(self, calls: list[tuple[Use, Tensor, Tensor]], gradient: Tensor) -> bool | None:
         """Whether these calls are where the weight's gradient comes from."""
 
     def discard(self) -> None:
@@ -52,8 +54,9 @@ class Call:
     """One call of a layer: its input, and the place it has in a forward."""
 
     one_pass: Pass
+    use: Use
     x: Tensor
-    shape: torch.Size  # of the output
+    laid_out: Callable[[Tensor], Tensor]  # a gradient that arrives, as one at the layer's output
     drawn: Tensor | None = None  # gradient of a sampled target
     backwards: int = 0
 

@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from rkfac import compat
 from rkfac.curvature.calls import Arrival, Call, Observer, Pass, Watched
 from rkfac.curvature.hooks import BROKEN_GRAPH, Hook, Removable, first_tensor, full_precision
+from rkfac.curvature.inside import Inside
+from rkfac.layers.base import Use
 
 
 class Capture:
@@ -34,6 +36,7 @@ class Capture:
         self._tasks: set[int] = set()  # backward passes that are under way
         self._warned = False
         self._layers: dict[int, Watched] = {}
+        self._insides: dict[int, Inside[tuple[Watched, Use]]] = {}  # by the module that they are the inside of
         self._registrations: list[Callable[[], Removable]] = []
         self._handles: list[Removable] = []
         self.install(partial(model.register_forward_pre_hook, _RootHook(self)))
@@ -53,6 +56,8 @@ class Capture:
             self._handles = [register() for register in self._registrations]
 
     def _remove(self) -> None:
+        for inside in self._insides.values():
+            inside.let_go()
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -73,9 +78,25 @@ class Capture:
         """Watch a layer from now on."""
         watched = Watched(observer)
         self._layers[id(observer)] = watched
-        # First of all hooks: a model that is one layer must see its call before its own end.
-        hook = _LayerHook(self, watched)
-        self.install(partial(observer.module.register_forward_hook, hook, with_kwargs=True, prepend=True))
+        for use in observer.uses:
+            if use.within is not None:
+                self._look_inside(watched, use)
+                continue
+            # First of all hooks: a model that is one layer must see its call before its own end.
+            hook = _CallHook(self, watched, use)
+            self.install(partial(use.module.register_forward_hook, hook, with_kwargs=True, prepend=True))
+
+    def _look_inside(self, watched: Watched, use: Use) -> None:
+        """Have a module looked into while it runs, for one weight more."""
+        assert use.within is not None
+        module = use.within.module
+        if id(module) not in self._insides:
+            inside = self._insides[id(module)] = Inside(use.within)
+            self.install(partial(module.register_forward_pre_hook, _EnterInsideHook(self, inside)))
+            hook = _LeaveInsideHook(self, inside)
+            # Called also when the forward raises: nothing must be left entered.
+            self.install(partial(module.register_forward_hook, hook, with_kwargs=True, prepend=True, always_call=True))
+        self._insides[id(module)].watch(use.weight, (watched, use))
 
     def follow(self, observer: Observer) -> None:
         """Notice when gradients reach the layer's weight, from the first step on that it is trained."""
@@ -127,25 +148,63 @@ class Capture:
 
     def begin(self) -> None:
         """A forward of the whole model starts."""
+        for inside in self._insides.values():
+            inside.let_go()  # one that was interrupted
         self._pass = self.new_pass()
 
-    def called(self, watched: Watched, module: nn.Module, inputs: Iterable[Any], output: Any) -> None:
+    def called(self, watched: Watched, use: Use, module: nn.Module, inputs: Iterable[Any], output: Any) -> None:
         """A layer was called while statistics are wanted."""
         x = first_tensor(inputs)
-        if x is None or not isinstance(output, Tensor) or not torch.is_grad_enabled() or not output.requires_grad:
+        if x is None or not isinstance(output, Tensor):
             return
-        if not watched.observer.weight.requires_grad:
+        # A Linear layer's output on sequences is a view, and an in-place activation behind it goes past the view's hooks.
+        self._found(watched, use, module, x, output, compat.behind_view(output), partial(_shaped, output.shape))
+
+    def entered(self, inside: Inside[tuple[Watched, Use]]) -> None:
+        """A module that uses weights without calling their owners begins to run."""
+        if not torch.is_grad_enabled() or compat.inside_functional_transform():
+            return
+        if any(watched.observer.wanted for watched, _ in inside.watching):
+            inside.enter()
+
+    def left(
+        self,
+        inside: Inside[tuple[Watched, Use]],
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        ran: bool,
+    ) -> None:
+        """It has run, or raised."""
+        noticed = inside.let_go()
+        for found in noticed if ran else ():
+            watched, use = found.who
+            samples = inside.within.container.samples(module, args, kwargs)
+            if watched.observer.wanted and found.fits(samples):
+                x, y = found.inputs(samples), found.result
+                self._found(watched, use, module, x, y, y, found.laid_out(samples))
+
+    def _found(
+        self,
+        watched: Watched,
+        use: Use,
+        module: nn.Module,
+        x: Tensor,
+        output: Tensor,
+        source: Tensor,
+        laid_out: Callable[[Tensor], Tensor],
+    ) -> None:
+        """A layer's call: its input, its output, and the tensor whose gradient, laid out, is that at the output."""
+        if not torch.is_grad_enabled() or not output.requires_grad or not watched.observer.weight.requires_grad:
             return
         if compat.inside_functional_transform() or watched.observer.trouble:
             return
-        if module is not watched.observer.module or compat.is_replica(module):
+        if module is not use.called or compat.is_replica(module):
             self.refuse(RuntimeError("nn.DataParallel is not supported: it runs copies of the layers; use one device"))
             return
         watched.seen = True
         self.follow(watched.observer)  # it may have been thawed since the last step
-        call = Call(self._current(), x.detach(), output.shape)
-        # A Linear layer's output on sequences is a view, and an in-place activation behind it goes past the view's hooks.
-        source = compat.behind_view(output)
+        call = Call(self._current(), use, x.detach(), laid_out)
         self.registered(watched, call, source)
         source.register_hook(_ArrivalHook(self, watched, call))
 
@@ -169,13 +228,13 @@ class Capture:
         self.drop_stale(watched.observer)
         if not watched.verified and watched.counted is None and _holds_something(watched.observer.weight.grad):
             watched.doubled = True  # the sum with what was there before is not what these calls explain
-        task = compat.graph_task()
+        task, g = compat.graph_task(), call.laid_out(g.detach())
         if call.one_pass.terms is None and g.numel():
-            call.one_pass.terms = watched.observer.terms(call.x, g.reshape(call.shape))
+            call.one_pass.terms = watched.observer.terms(call.use, call.x, g)
         if task not in self._tasks:
             self._tasks.add(task)
             compat.when_backward_ends(lambda: self._ended(task))
-        watched.arrived.append(Arrival(call, task, g.detach().reshape(call.shape)))
+        watched.arrived.append(Arrival(call, task, g))
 
     def _ended(self, task: int) -> None:
         """A backward pass is over: what has not reached its weight by now never will."""
@@ -206,7 +265,7 @@ class Capture:
                     call.backwards += 1
                     statistic = self.statistic(arrival)
                     if statistic is not None and call.one_pass.terms is not None:
-                        observer.observe(call.x, statistic, call.one_pass, call.one_pass.terms)
+                        observer.observe(call.use, call.x, statistic, call.one_pass, call.one_pass.terms)
         for arrival in arrivals:
             arrival.call.drawn = None
         watched.counted = (gradient, compat.version_of(gradient))
@@ -215,8 +274,8 @@ class Capture:
         """Once a layer: see that its gradient is what its calls say it is."""
         if compat.has_hooks(watched.observer.weight):
             return  # a hook of somebody's changes the gradient on its way
-        pairs = [(arrival.call.x, arrival.gradient) for arrival in arrivals if arrival.gradient.numel()]
-        explained = watched.observer.explains(pairs, gradient)
+        calls = [(a.call.use, a.call.x, a.gradient) for a in arrivals if a.gradient.numel()]
+        explained = watched.observer.explains(calls, gradient)
         watched.verified = explained is not None
         if explained is False:
             watched.foreign = (
@@ -232,6 +291,10 @@ class Capture:
         if self._pass is None or (self._pass.differentiated and compat.graph_task() == -1):
             self._pass = self.new_pass()
         return self._pass
+
+
+def _shaped(shape: torch.Size, g: Tensor) -> Tensor:
+    return g.reshape(shape)
 
 
 def _holds_something(gradient: Tensor | None) -> bool:
@@ -260,9 +323,33 @@ class _LayerHook(Hook):
         super().__init__(capture)
         self.watched = watched
 
+
+class _CallHook(_LayerHook):
+    def __init__(self, capture: Capture, watched: Watched, use: Use) -> None:
+        super().__init__(capture, watched)
+        self.use = use
+
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if self.capture.active and self.watched.observer.wanted:
-            _called(self.capture, self.watched, module, (*args, *kwargs.values()), output)
+            _called(self.capture, self.watched, self.use, module, (*args, *kwargs.values()), output)
+
+
+class _InsideHook(Hook):
+    def __init__(self, capture: Capture, inside: Inside[tuple[Watched, Use]]) -> None:
+        super().__init__(capture)
+        self.inside = inside
+
+
+class _EnterInsideHook(_InsideHook):
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if self.capture.active:
+            _entered(self.capture, self.inside)
+
+
+class _LeaveInsideHook(_InsideHook):
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if self.inside.entered:
+            _left(self.capture, self.inside, module, args, kwargs, output is not None)
 
 
 class _ArrivalHook(_LayerHook):
@@ -270,12 +357,12 @@ class _ArrivalHook(_LayerHook):
         super().__init__(capture, watched)
         self.call = call
 
-    def __call__(self, g: Tensor) -> None:  # type: ignore[override]
+    def __call__(self, g: Tensor) -> None:
         self.capture.arrived(self.watched, self.call, g)
 
 
 class _WeightHook(_LayerHook):
-    def __call__(self, weight: Tensor) -> None:  # type: ignore[override]
+    def __call__(self, weight: Tensor) -> None:
         if self.watched.arrived:
             self.capture.accumulated(self.watched)
 
@@ -284,13 +371,32 @@ def _begin(capture: Capture) -> None:
     capture.begin()
 
 
-def _called(capture: Capture, watched: Watched, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-    capture.called(watched, module, inputs, output)
+def _called(
+    capture: Capture, watched: Watched, use: Use, module: nn.Module, inputs: tuple[Any, ...], output: Any
+) -> None:
+    capture.called(watched, use, module, inputs, output)
+
+
+def _entered(capture: Capture, inside: Inside[tuple[Watched, Use]]) -> None:
+    capture.entered(inside)
+
+
+def _left(
+    capture: Capture,
+    inside: Inside[tuple[Watched, Use]],
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    ran: bool,
+) -> None:
+    capture.left(inside, module, args, kwargs, ran)
 
 
 # Hooks have side effects: Dynamo must run them, not trace them.
 _begin = compat.out_of_graphs(_begin, BROKEN_GRAPH)
 _called = compat.out_of_graphs(_called, BROKEN_GRAPH)
+_entered = compat.out_of_graphs(_entered, BROKEN_GRAPH)
+_left = compat.out_of_graphs(_left, BROKEN_GRAPH)
 
 
 def close_with(owner: object, capture: Capture) -> None:

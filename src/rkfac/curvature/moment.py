@@ -54,6 +54,10 @@ class _Part(ABC):
     def blend_into(self, strips: Sequence[Tensor], keep: float, take: float) -> None:
         """strips <- keep * strips + take * this, in units of 2^unit_exponent."""
 
+    @abstractmethod
+    def trace(self) -> Tensor:
+        """In true units, in float64."""
+
 
 @dataclass(eq=False)
 class _Rows(_Part):
@@ -72,6 +76,9 @@ class _Rows(_Part):
     def blend_into(self, strips: Sequence[Tensor], keep: float, take: float) -> None:
         rows = self.rows if self.unit_exponent == 0 else self.rows * 2.0**-self.unit_exponent
         add_gram(strips, rows.to(strips[0]), keep, take * self.weight)
+
+    def trace(self) -> Tensor:
+        return self.weight * torch.linalg.vector_norm(self.rows, dtype=torch.float64).square()
 
 
 @dataclass(eq=False)
@@ -112,6 +119,10 @@ class _Sum(_Part):
     def blend_into(self, strips: Sequence[Tensor], keep: float, take: float) -> None:
         add_strips(strips, self.strips, keep, take)
 
+    def trace(self) -> Tensor:
+        diagonals = [strip.diagonal(dim1=-2, dim2=-1).double().sum() for strip in self.strips]
+        return torch.stack(diagonals).sum() / unit(self.largest).double().square()
+
 
 @dataclass(eq=False)
 class _Diagonal(_Part):
@@ -128,6 +139,21 @@ class _Diagonal(_Part):
     def blend_into(self, strips: Sequence[Tensor], keep: float, take: float) -> None:
         (value,) = strips
         value.mul_(keep).add_(self.values.to(value), alpha=take)
+
+    def trace(self) -> Tensor:
+        return self.values.double().sum()
+
+
+@dataclass(eq=False)
+class _Squares(_Diagonal):
+    """A diagonal of squares, in float64: their units go along."""
+
+    def settle(self, largest: float) -> None:
+        self.exponent = self.unit_exponent = _exponent(math.sqrt(largest), self.values.dtype)
+
+    def blend_into(self, strips: Sequence[Tensor], keep: float, take: float) -> None:
+        (value,) = strips
+        value.mul_(keep).add_((self.values * 4.0**-self.unit_exponent).to(value), alpha=take)
 
 
 class Moment:
@@ -214,6 +240,10 @@ class Moment:
         """Binary logarithm of about the largest entry of the scaled moment; -inf when all rows were zero."""
         return -math.inf if self._dead else math.log2(self.scale) + 2 * max(part.exponent for part in self._parts)
 
+    def trace(self) -> Tensor:
+        """Of the moment before it is scaled, in float64 and on its device."""
+        return torch.stack([part.trace() for part in self._parts]).sum()
+
     def blend_into(self, strips: Sequence[Tensor], keep: float, take: float, exponent: int) -> None:
         """strips <- keep * strips + take * scale * moment, in place, the strips being in units of 2^exponent."""
         if self._dead:
@@ -223,6 +253,28 @@ class Moment:
         for part in self._parts:
             part.blend_into(strips, keep, take * self.scale * 2.0 ** (2 * part.unit_exponent - exponent))
             keep = 1.0
+
+
+class JoinedMoment(Moment):
+    """A sum of moments, each with a scale of its own."""
+
+    def __init__(self, moments: Sequence[Moment]) -> None:
+        super().__init__()
+        self._moments = [moment for moment in moments if moment.scale > 0]
+
+    @property
+    def level(self) -> float:
+        """Of the largest."""
+        return max((moment.level for moment in self._moments), default=-math.inf)
+
+    def blend_into(self, strips: Sequence[Tensor], keep: float, take: float, exponent: int) -> None:
+        """One after the other."""
+        for moment in self._moments:
+            moment.blend_into(strips, keep, take, exponent)
+            keep = 1.0
+        if not self._moments:
+            for strip in strips:
+                strip.mul_(keep)
 
 
 class DiagonalMoment(Moment):
@@ -240,6 +292,16 @@ class DiagonalMoment(Moment):
     @property
     def _parts(self) -> list[_Part]:
         return [] if self._counts is None else [self._counts]
+
+
+class SquareMoment(DiagonalMoment):
+    """The diagonal of sum w r r^T over rows of any kind: no matrix as wide as a vocabulary is ever formed."""
+
+    def add(self, rows: Tensor, weight: float = 1.0, source: Tensor | None = None) -> None:
+        """Take rows (n, d) of one weight, a chunk of them at a time in float64."""
+        for some in rows.split(max(1, CHUNK // rows.shape[-1])):
+            values = torch.linalg.vector_norm(some, dim=0, dtype=torch.float64).square() * weight
+            self._counts = _Squares(values if self._counts is None else values + self._counts.values)
 
 
 def _share_memory(rows: Tensor, source: Tensor) -> bool:

@@ -67,7 +67,7 @@ class SampledCapture(Capture):
         """Watch a layer, and every module around it."""
         super().attach(observer)
         for module in self._model.modules():
-            if any(inner is observer.module for inner in module.modules()):
+            if any(inner is use.called for inner in module.modules() for use in observer.uses):
                 self._contain(module)
 
     def _contain(self, module: nn.Module) -> None:
@@ -193,7 +193,7 @@ class SampledCapture(Capture):
         finally:
             self._drawing = False
         for (call, _), g in zip(calls, found, strict=False):
-            call.drawn = None if g is None else g.detach().reshape(call.shape)
+            call.drawn = None if g is None else call.laid_out(g.detach())
         current.reached = {
             number for (number, _), g in zip(current.outputs, found[len(calls) :], strict=True) if g is not None
         }

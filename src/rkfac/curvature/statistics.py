@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from rkfac.curvature.moment import Moment
+from rkfac.layers.base import Use
 
 
 @dataclass(eq=False)
@@ -29,7 +30,11 @@ class Statistics:
         """Whether no row came in."""
         return self.rows == 0
 
-    def count(self, one_pass: Any, terms: int, rows: int, tokens: int) -> None:
+    def of(self, use: Use) -> Statistics:
+        """Where calls of one of a weight's owners belong."""
+        return self
+
+    def count(self, use: Use, one_pass: Any, terms: int, rows: int, tokens: int) -> None:
         """One more call of the layer: calls within a pass are positions, calls in another are more samples."""
         self._terms[one_pass] = terms
         self.calls += 1

@@ -11,9 +11,9 @@ A unit adapter serves scale-and-shift layers: gradients (n, units, 1 or 2), a sa
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,25 @@ MAX_CHUNK = 1 << 24  # elements of unfolded rows held at once: 64 MB in float32
 
 
 class Adapter(ABC):
-    """What every adapter says about a module."""
+    """What every adapter says about a module, and which of its parameters it speaks of."""
+
+    weight_name: str = "weight"
+    bias_name: str | None = "bias"  # None: no bias ever takes part
+    unlike_its_ancestors: ClassVar[bool] = False  # whether a block for its ancestors would misread it
+
+    def plain_weight(self, module: nn.Module) -> nn.Parameter | None:
+        """The weight as a parameter of the module's own; None: it is missing, or made of others (parametrized)."""
+        return compat.own_parameter(module, self.weight_name)
+
+    def weight(self, module: nn.Module) -> nn.Parameter:
+        """The same, of a module that is served."""
+        weight = self.plain_weight(module)
+        assert weight is not None  # or no adapter would serve it
+        return weight
+
+    def bias(self, module: nn.Module) -> nn.Parameter | None:
+        """The bias, trained or not."""
+        return None if self.bias_name is None else compat.own_parameter(module, self.bias_name)
 
     def refusal(self, module: nn.Module) -> str:
         """Why this very module cannot be covered, or an empty string."""
@@ -32,7 +50,7 @@ class Adapter(ABC):
 
     def has_bias(self, module: nn.Module) -> bool:
         """Whether a bias (or shift) takes part: one that is trained."""
-        bias = compat.own_parameter(module, "bias")
+        bias = self.bias(module)
         return bias is not None and bias.requires_grad
 
     @abstractmethod
@@ -130,9 +148,7 @@ class KroneckerAdapter(Adapter):
 
     def tensor(self, module: nn.Module, matrix: Tensor) -> Tensor:
         """A matrix (d_out, d_in) as a tensor of the weight's shape: the inverse of `matrix`."""
-        weight = compat.own_parameter(module, "weight")
-        assert weight is not None  # or no adapter would serve it
-        return matrix.reshape(weight.shape)
+        return matrix.reshape(self.weight(module).shape)
 
 
 class UnitAdapter(Adapter):
@@ -146,7 +162,22 @@ class UnitAdapter(Adapter):
 
     def gradient(self, module: nn.Module, x: Tensor, g: Tensor) -> Tensor:
         """The sum over samples of the scale's part."""
-        return self.unit_gradients(module, x, g, "reduce").sum(0)[:, 0].reshape(own_parameters(module)["weight"].shape)
+        return self.unit_gradients(module, x, g, "reduce").sum(0)[:, 0].reshape(self.weight(module).shape)
+
+
+class Container(ABC):
+    """A module that multiplies by weights, its own and its children's, without calling the modules they belong to.
+
+    Its products are found while its forward runs (`curvature/inside.py`); the rows of each are (positions, samples).
+    """
+
+    @abstractmethod
+    def inner(self, module: nn.Module) -> Mapping[str, tuple[nn.Module, KroneckerAdapter]]:
+        """Who owns each weight and what its products mean, by the name it has inside ("" for the module's own)."""
+
+    @abstractmethod
+    def samples(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+        """How many samples a call with these arguments has."""
 
 
 @dataclass(frozen=True)
@@ -156,13 +187,57 @@ class Uncovered:
     reason: str
 
 
+NOT_PLAIN = Uncovered("its weight is not a plain parameter (missing or parametrized)")
+
+
+@dataclass(frozen=True, eq=False)
+class Within:
+    """The module whose forward uses a weight without calling its owner, and what is known of that forward."""
+
+    module: nn.Module
+    container: Container
+
+
+@dataclass(frozen=True, eq=False)
+class Use:
+    """A module that owns a weight, under the name that a person knows it by, and what its calls mean.
+
+    `within`: it is never called itself.
+    """
+
+    name: str
+    module: nn.Module
+    adapter: Adapter
+    within: Within | None = None
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """What it uses."""
+        return self.adapter.weight(self.module)
+
+    @property
+    def called(self) -> nn.Module:
+        """The module whose calls tell of it."""
+        return self.module if self.within is None else self.within.module
+
+
+Recogniser = Callable[[nn.Module], Adapter | Uncovered | None]
+
+
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """A module's own parameters by name, those of its children left out."""
     return dict(module.named_parameters(recurse=False, remove_duplicate=False))
 
 
-_REGISTRY: dict[type[nn.Module], Adapter] = {}
-A = TypeVar("A", bound=type[Adapter])
+_REGISTRY: dict[type[nn.Module], Adapter | Container] = {}
+_RECOGNISERS: list[Recogniser] = []
+A = TypeVar("A", bound=type[Adapter] | type[Container])
+
+
+def recognises(recogniser: Recogniser) -> Recogniser:
+    """Decorator: this function knows modules of libraries that are not imported here; None: not this one."""
+    _RECOGNISERS.append(recogniser)
+    return recogniser
 
 
 def register(*modules: type[nn.Module]) -> Callable[[A], A]:
@@ -176,25 +251,59 @@ def register(*modules: type[nn.Module]) -> Callable[[A], A]:
     return enrol
 
 
-def adapter_for(module: nn.Module) -> Adapter | Uncovered:
-    """The adapter that serves a module, or the reason why none does.
+def uses_of(name: str, module: nn.Module) -> dict[str, Use | Uncovered]:
+    """What a module of this name uses, by name: itself, or all that it uses in the place of its children's calls."""
+    served = _served(module)
+    if not isinstance(served, Container):
+        return {name: served if isinstance(served, Uncovered) else Use(name, module, served)}
+    within, found = Within(module, served), dict[str, Use | Uncovered]()
+    for inner, (owner, adapter) in served.inner(module).items():
+        full = ".".join(part for part in (name, inner) if part)
+        plain = adapter.plain_weight(owner) is not None
+        found[full] = Use(full, owner, adapter, within) if plain else NOT_PLAIN
+    return found
 
-    A subclass is served only if it kept its ancestor's `forward`; one with a forward of its own may mean anything.
-    """
+
+def adapter_for(module: nn.Module) -> Adapter | Uncovered:
+    """The adapter that serves a module's calls, or the reason why none does."""
+    served = _served(module)
+    return Uncovered(f"no adapter for {type(module).__name__}") if isinstance(served, Container) else served
+
+
+def _served(module: nn.Module) -> Adapter | Container | Uncovered:
+    """A subclass is served only if it kept its ancestor's `forward`; one with a forward of its own may mean anything."""
     if any(isinstance(p, nn.parameter.UninitializedParameter) for p in own_parameters(module).values()):
         return Uncovered("its parameters are not initialised yet: run one forward before building the optimizer")
     for base, adapter in _REGISTRY.items():
         if not isinstance(module, base):
             continue
-        for method in ("forward", "_conv_forward"):  # the second is what a convolution's forward calls
-            own = module.__dict__.get(method, getattr(type(module), method, None))
-            if own is not getattr(base, method, None):
-                return Uncovered(f"{type(module).__name__} overrides {method} of {base.__name__}")
-        if "weight" not in own_parameters(module):
-            return Uncovered("its weight is not a plain parameter (missing or parametrized)")
+        if reason := overridden(module, base):
+            return Uncovered(reason)
+        if isinstance(adapter, Container):
+            return adapter
+        if adapter.plain_weight(module) is None:
+            return NOT_PLAIN
         reason = adapter.refusal(module)
         return Uncovered(reason) if reason else adapter
+    for recogniser in _RECOGNISERS:
+        found = recogniser(module)
+        if found is not None:
+            return found
     return Uncovered(f"no adapter for {type(module).__name__}")
+
+
+def overridden(module: nn.Module, base: type[nn.Module]) -> str:
+    """Which method of its ancestor a module has replaced, as a reason, or an empty string."""
+    for method in ("forward", "_conv_forward"):  # the second is what a convolution's forward calls
+        own = module.__dict__.get(method, getattr(type(module), method, None))
+        if own is not getattr(base, method, None):
+            return f"{type(module).__name__} overrides {method} of {base.__name__}"
+    return ""
+
+
+def is_container(module: nn.Module) -> bool:
+    """Whether a module is of a class that uses its children's weights without calling them, covered or not."""
+    return any(isinstance(module, base) for base, kind in _REGISTRY.items() if isinstance(kind, Container))
 
 
 def known_classes() -> tuple[str, ...]:

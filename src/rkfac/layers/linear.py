@@ -1,13 +1,24 @@
-"""Linear layers on inputs of any number of leading dimensions."""
+"""Linear layers on inputs of any number of leading dimensions, and their kin with a transposed weight."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import cast
 
 from torch import Tensor, nn
 
-from rkfac.layers.base import MAX_CHUNK, KroneckerAdapter, append_one, by_position, register, statistics_dtype
+from rkfac.layers.base import (
+    MAX_CHUNK,
+    NOT_PLAIN,
+    Adapter,
+    KroneckerAdapter,
+    Uncovered,
+    append_one,
+    by_position,
+    overridden,
+    recognises,
+    register,
+    statistics_dtype,
+)
 
 
 @register(nn.Linear)
@@ -37,15 +48,51 @@ class LinearAdapter(KroneckerAdapter):
 
     def input_shape(self, module: nn.Module, bias: bool) -> tuple[int, ...]:
         """(d_in [+ 1],)."""
-        return (cast(nn.Linear, module).in_features + bias,)
+        return (self.matrix(module, self.weight(module)).shape[1] + bias,)
 
     def output_shape(self, module: nn.Module) -> tuple[int, ...]:
         """(d_out,)."""
-        return (cast(nn.Linear, module).out_features,)
+        return (self.matrix(module, self.weight(module)).shape[0],)
 
     def matrix(self, module: nn.Module, weight: Tensor) -> Tensor:
         """The weight is the matrix."""
         return weight
+
+
+class TransposedAdapter(LinearAdapter):
+    """y = x W + b with W (d_in, d_out), at every leading position."""
+
+    rowwise = False  # hooks that look at rows take the weight for the matrix
+
+    def matrix(self, module: nn.Module, weight: Tensor) -> Tensor:
+        """(d_out, d_in)."""
+        return weight.mT
+
+    def tensor(self, module: nn.Module, matrix: Tensor) -> Tensor:
+        """Transposed back."""
+        return matrix.mT
+
+
+CONV1D = TransposedAdapter()
+
+
+@recognises
+def _conv1d(module: nn.Module) -> Adapter | Uncovered | None:
+    """Conv1D of the transformers library (GPT-2), known by its name and its shapes: nothing of it is imported."""
+    for kind in type(module).__mro__:
+        if (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D"):
+            break
+    else:
+        return None
+    if reason := overridden(module, kind):
+        return Uncovered(reason)
+    weight, bias = CONV1D.plain_weight(module), CONV1D.bias(module)
+    if weight is None or bias is None:
+        return NOT_PLAIN
+    nx, nf = getattr(module, "nx", None), getattr(module, "nf", None)
+    if weight.shape != (nx, nf) or bias.shape != (nf,):
+        return Uncovered(f"Conv1D of another shape than its nx={nx} and nf={nf} say")
+    return CONV1D
 
 
 def _taken(x: Tensor, sharing: str, drawn: Tensor | None) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import cast
 
@@ -9,7 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rkfac.layers.base import UnitAdapter, by_position, register, statistics_dtype
+from rkfac.layers.base import (
+    Adapter,
+    Uncovered,
+    UnitAdapter,
+    by_position,
+    own_parameters,
+    recognises,
+    register,
+    statistics_dtype,
+)
 
 
 class _NormAdapter(UnitAdapter):
@@ -88,9 +98,13 @@ class GroupNormAdapter(_NormAdapter):
 class _LastDimensions(_NormAdapter):
     """Units are the trailing dimensions; what stands before them are samples, or samples and positions ("reduce")."""
 
+    def units(self, module: nn.Module) -> tuple[int, ...]:
+        """The trailing dimensions."""
+        return tuple(cast(nn.LayerNorm, module).normalized_shape)
+
     def by_unit(self, module: nn.Module, t: Tensor, sharing: str) -> Tensor:
         """(samples, units, positions)."""
-        units = cast(nn.LayerNorm, module).normalized_shape
+        units = self.units(module)
         t = t.flatten(t.ndim - len(units))
         samples = t.shape[0] if sharing == "reduce" and t.ndim > 1 else t[..., 0].numel()
         return t.reshape(samples, -1, t.shape[-1]).mT
@@ -99,11 +113,11 @@ class _LastDimensions(_NormAdapter):
         """The drawn samples; every leading position is one ("expand")."""
         if drawn is None or sharing == "reduce":
             return super().taken(module, t, sharing, drawn)
-        return by_position(t, drawn, len(cast(nn.LayerNorm, module).normalized_shape))
+        return by_position(t, drawn, len(self.units(module)))
 
     def count(self, module: nn.Module, g: Tensor, sharing: str) -> int:
         """Leading positions, or the first dimension alone."""
-        units = cast(nn.LayerNorm, module).normalized_shape
+        units = self.units(module)
         return g.shape[0] if sharing == "reduce" and g.ndim > len(units) else g.numel() // math.prod(units)
 
 
@@ -125,3 +139,69 @@ class RMSNormAdapter(_LastDimensions):
         """By the root mean square."""
         norm = cast(nn.RMSNorm, module)
         return F.rms_norm(x, norm.normalized_shape, eps=norm.eps)
+
+
+class RMSLikeAdapter(_LastDimensions):
+    """Somebody's own x / sqrt(mean x^2 + eps) * weight, or * (1 + weight): the weight's gradient is the same."""
+
+    bias_name = None
+
+    def __init__(self, weight_name: str, eps: float) -> None:
+        self.weight_name, self.eps = weight_name, eps
+
+    def units(self, module: nn.Module) -> tuple[int, ...]:
+        """The last dimension."""
+        return tuple(self.weight(module).shape)
+
+    def normalised(self, module: nn.Module, x: Tensor) -> Tensor:
+        """By the root mean square; an input of zero stays zero."""
+        square = x.square().mean(-1, keepdim=True) + self.eps
+        return x * square.clamp_min(torch.finfo(x.dtype).tiny).rsqrt()
+
+
+@recognises
+def _rms_like(module: nn.Module) -> Adapter | Uncovered | None:
+    """A norm with one vector of scales whose own forward proves to be the formula on inputs where eps counts, and where not.
+
+    What is tried is a copy in float32 with random scales: neither the module nor anybody's random numbers change.
+    """
+    own = own_parameters(module)
+    if "norm" not in type(module).__name__.lower() or len(own) != 1 or any(True for _ in module.children()):
+        return None
+    ((name, weight),) = own.items()
+    if weight.ndim != 1 or not weight.is_floating_point() or any(True for _ in module.buffers()):
+        return None
+    if weight.is_meta:
+        return Uncovered("its forward cannot be tried on the meta device: build the optimizer after moving the model")
+    epsilons = {float(v) for v in vars(module).values() if isinstance(v, float) and 0 < v < 1} | {0.0}
+    try:
+        with torch.random.fork_rng(devices=[weight.device] if weight.is_cuda else []), torch.no_grad():
+            found = [eps for eps in sorted(epsilons) if _proves(module, name, weight, eps)]
+    except Exception as error:  # whatever somebody's forward may raise
+        return Uncovered(f"{type(module).__name__}: its forward could not be tried ({type(error).__name__}: {error})")
+    if not found:
+        return Uncovered(
+            f"no adapter for {type(module).__name__}: its forward is not x / sqrt(mean x^2 + eps) times its {name}"
+        )
+    return RMSLikeAdapter(name, found[-1])  # a smaller one may pass where it is next to nothing
+
+
+def _proves(module: nn.Module, name: str, weight: Tensor, eps: float) -> bool:
+    """Whether a forward is the formula with this eps, for w or 1 + w, in training and in evaluation mode."""
+    tried = copy.deepcopy(module).float()
+    draw = torch.Generator().manual_seed(0)
+    w = torch.randn(len(weight), generator=draw).to(weight.device)
+    own_parameters(tried)[name].data = w
+    matches = {0.0, 1.0}
+    for scale in (1.0, math.sqrt(eps) if eps else 1e-5):
+        for shape, training in (((4,), True), ((2, 3), False)):
+            x = scale * torch.randn(*shape, len(w), generator=draw).to(weight.device)
+            y = tried.train(training).forward(x)
+            if not isinstance(y, Tensor) or y.shape != x.shape:
+                return False
+            expected = x.double() / (x.double().square().mean(-1, keepdim=True) + eps).sqrt()
+            size = float(expected.abs().amax())
+            matches = {
+                m for m in matches if bool(((y - expected * (w + m)).abs() <= 1e-5 * size * (1 + w.abs())).all())
+            }
+    return len(matches) == 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar
@@ -12,21 +12,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from rkfac.curvature.block import Block, KroneckerBlock, Settings, UnitBlock
+from rkfac.curvature.block import Block, KroneckerBlock, Settings, TiedBlock, UnitBlock
 from rkfac.curvature.capture import Capture, close_with
 from rkfac.curvature.fisher import Likelihood
 from rkfac.curvature.following import RowHook
 from rkfac.curvature.hooks import full_precision
 from rkfac.curvature.natural import NaturalHook, silence_others
 from rkfac.curvature.sampled import SampledCapture
-from rkfac.layers import Adapter, KroneckerAdapter, UnitAdapter
+from rkfac.layers import Adapter, KroneckerAdapter, TiedAdapter, Uncovered, UnitAdapter, Use
 from rkfac.optim import memory
 from rkfac.optim.adaptive import LevenbergMarquardt, Watch
 from rkfac.optim.amp import loss_scale
 from rkfac.optim.arguments import GROUP_RULES, check_group, check_power, refuse_whole
 from rkfac.optim.collecting import commit, notice_unseen, retire
 from rkfac.optim.compiled import run_eagerly, unwrapped
-from rkfac.optim.coverage import Choice, cover, owners_of, refuse_processes, refuse_sharded, warn_of_little
+from rkfac.optim.coverage import Choice, LeftOut, cover, owners_of, refuse_processes, refuse_sharded, warn_of_little
 from rkfac.optim.gate import Gate
 from rkfac.optim.moves import Rules, planned
 from rkfac.optim.pinning import pin
@@ -45,6 +45,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
     # Which block serves which kind of layer: what makes an optimizer of another mathematics.
     block_types: ClassVar[Mapping[type, Callable[..., Block]]] = {
         KroneckerAdapter: KroneckerBlock,
+        TiedAdapter: TiedBlock,
         UnitAdapter: UnitBlock,
     }
 
@@ -81,7 +82,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         choice.check(self._model)
         super().__init__(list(model.parameters()) if params is None else params, defaults)
         self._blocks: dict[str, Block] = {}
-        self._reasons: dict[str, tuple[nn.Module, str]] = {}
+        self._reasons: dict[str, LeftOut] = {}
         self._fingerprint = memory.fingerprint(settings, likelihood, graft, fallback)
         if likelihood is None:
             self._capture = Capture(self._model)
@@ -110,27 +111,28 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         if self._capture is not None:
             self._extend()
 
-    def _make_block(self, name: str, module: nn.Module, adapter: Adapter) -> Block | str:
-        """The block that serves a layer, or why none does."""
-        for kind in type(adapter).__mro__:
+    def _make_block(self, uses: Sequence[Use], adapter: Adapter) -> Block | Uncovered:
+        for kind in type(adapter).__mro__[: 1 if adapter.unlike_its_ancestors else None]:
             if kind in self.block_types:
-                return self.block_types[kind](name, module, adapter, self._settings)
-        return f"{type(self).__name__} has no curvature for {type(module).__name__}"
+                return self.block_types[kind](uses, adapter, self._settings)
+        kinds = " and ".join(sorted({type(use.module).__name__ for use in uses}))
+        return Uncovered(f"{type(self).__name__} has no block for a weight of {kinds} layers")
 
     def _extend(self) -> None:
         """Give a block to every layer that can have one and has none yet."""
         assert self._capture is not None
-        found = cover(self._model, self._choice, self._make_block, self._all_parameters(), self._blocks.keys())
+        found = cover(self._model, self._choice, self._make_block, self._all_parameters(), self._blocks)
         for block in found.blocks.values():
             self._capture.attach(block)
-            silence_others(block.module)
+            for use in block.uses:
+                silence_others(use.module)
             if block.shows_rows:
                 # The first hook of all: what it returns is the output that the others see.
                 hook = NaturalHook(block) if self._settings.backward else RowHook(block)
                 self._capture.install(partial(block.module.register_forward_hook, hook, with_kwargs=True, prepend=True))
         known = self._blocks | found.blocks
         # In the model's order, so that random numbers of a shared generator do not depend on when a layer joined.
-        self._blocks = {name: known[name] for name, _ in self._model.named_modules() if name in known}
+        self._blocks = {name: known[name] for name in found.order if name in known}
         self._reasons = found.reasons
         self._names = {id(p): name for name, p in self._model.named_parameters()}
         self._plan()
@@ -356,7 +358,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         Seconds are the host's on a CPU and the device's own on a GPU, which is waited for here and never in a step.
         """
         covered = [covered_layer(block, self._group(block)) for block in self._blocks.values()]
-        return covered + [uncovered_layer(name, module, why) for name, (module, why) in self._reasons.items()]
+        return covered + [uncovered_layer(name, left) for name, left in self._reasons.items()]
 
     def spectrum(self, name: str) -> Spectra:
         """Exact eigenvalues of a layer's two running factors, descending."""

@@ -29,7 +29,8 @@ def retire(blocks: Collection[Block], capture: Capture, owners: Counter[int] | N
     for block in blocks:
         foreign = capture.foreign(block)
         tied = "its weight was tied to another module's after the optimizer was built"
-        why = block.trouble or foreign or (tied if owners is not None and owners[id(block.weight)] > 1 else "")
+        more = owners is not None and owners[id(block.weight)] > len(block.uses)
+        why = block.trouble or foreign or (tied if more else "")
         if why and not block.retired:
             block.retired, block.follower = why, None
             block.discard()
@@ -51,7 +52,8 @@ def notice_unseen(blocks: Collection[Block], capture: Capture, group_of: GroupOf
         warnings.warn(
             f"{listed(unseen)} got gradients, but no call of theirs was seen: they train by the fallback rule. Either a "
             "graph was compiled before the optimizer was built (hand the compiled model to the optimizer, or compile "
-            "after building it), or another object than the model given to the optimizer is being trained.",
+            "after building it), or another object than the model given to the optimizer is being trained, or an attention "
+            "layer multiplies by its weights in a way that is not known here.",
             stacklevel=CALLER,
         )
 

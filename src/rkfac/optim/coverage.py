@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -13,17 +13,38 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from rkfac.curvature.block import Block
-from rkfac.layers import Adapter, KroneckerAdapter, Uncovered, adapter_for, known_classes, own_parameters
+from rkfac.layers import (
+    Adapter,
+    KroneckerAdapter,
+    Uncovered,
+    Use,
+    is_container,
+    known_classes,
+    own_parameters,
+    together,
+    uses_of,
+)
+from rkfac.layers.embedding import EmbeddingAdapter
 
-MakeBlock = Callable[[str, nn.Module, Adapter], Block | str]
+MakeBlock = Callable[[Sequence[Use], Adapter], Block | Uncovered]
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """Parameters of one module that train by the fallback rule, and why."""
+
+    kind: str
+    parameters: tuple[nn.Parameter, ...]
+    reason: str
 
 
 @dataclass
 class Coverage:
-    """Blocks by module name, and the reason for every other module that owns parameters."""
+    """New blocks by name, the reason for every parameter without a block, and all layers' names in the model's order."""
 
     blocks: dict[str, Block] = field(default_factory=dict)
-    reasons: dict[str, tuple[nn.Module, str]] = field(default_factory=dict)
+    reasons: dict[str, LeftOut] = field(default_factory=dict)
+    order: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -43,11 +64,11 @@ class Choice:
                 if not known and not any(_matches(name, module, (pattern,)) for name, module in model.named_modules()):
                     raise ValueError(f"{argument}={pattern!r} matches no module of the model, by name or by class")
 
-    def refusal(self, name: str, module: nn.Module) -> str:
-        """Why a module was not chosen, or an empty string."""
-        if self.include and not _matches(name, module, self.include):
+    def refusal(self, name: str, *modules: nn.Module) -> str:
+        """Why a layer was not chosen by its name or by the class of any of these, or an empty string."""
+        if self.include and not any(_matches(name, module, self.include) for module in modules):
             return "not among the included patterns"
-        return "excluded by pattern" if _matches(name, module, self.exclude) else ""
+        return "excluded by pattern" if any(_matches(name, module, self.exclude) for module in modules) else ""
 
 
 def cover(
@@ -55,55 +76,116 @@ def cover(
     choice: Choice,
     make: MakeBlock,
     optimized: Iterable[nn.Parameter],
-    covered: Collection[str] = (),
+    covered: Mapping[str, Block],
 ) -> Coverage:
-    """Give every module that owns parameters a block or a reason, apart from those covered already."""
-    ids = {id(p) for p in optimized}
-    owners = owners_of(model)
+    """Give every parameter a block or a reason, apart from what is covered already."""
+    ids, owners = {id(p) for p in optimized}, owners_of(model)
+    uses, reasons = _uses(model)
+    by_weight: dict[int, list[Use]] = {}
+    for use in uses:
+        by_weight.setdefault(id(use.weight), []).append(use)
     found = Coverage()
-    silent: set[int] = set()  # children whose parameters are used without calling them
-    for name, module in model.named_modules():
-        if isinstance(module, nn.MultiheadAttention):
-            silent.update(id(child) for child in module.modules() if child is not module)
-        own = own_parameters(module)
-        if not own or name in covered:
+    for shared in by_weight.values():
+        # Tables before heads: the first one gives the block its name.
+        shared.sort(key=lambda use: not isinstance(use.adapter, EmbeddingAdapter))
+        name, adapter = shared[0].name, together(shared)
+        found.order.append(name)
+        if name in covered:
             continue
-        adapter = adapter_for(module)
-        if id(module) in silent:
-            reason = (
-                "nn.MultiheadAttention uses its weights without calling it; build attention from nn.Linear to cover it"
-            )
-        elif isinstance(adapter, Uncovered):
-            reason = choice.refusal(name, module) or adapter.reason
-        else:
-            reason = choice.refusal(name, module) or _unfit(adapter, module, own, ids, owners, choice.max_factor_dim)
-        made = reason if reason or isinstance(adapter, Uncovered) else make(name, module, adapter)
+        refused = (choice.refusal(use.name, use.module, use.called) for use in shared)
+        reason = next(filter(None, refused), "")
+        made: Block | Uncovered = Uncovered(reason) if reason else _made(adapter, shared, make, ids, owners, choice)
         if isinstance(made, Block):
             found.blocks[name] = made
         else:
-            found.reasons[name] = (module, made)
+            reasons.update((use.name, made.reason) for use in shared)
+    found.reasons = _left_out(model, [*covered.values(), *found.blocks.values()], reasons, choice)
     return found
 
 
-def _unfit(
-    adapter: Adapter,
-    module: nn.Module,
-    own: dict[str, nn.Parameter],
+def _made(
+    adapter: Adapter | Uncovered,
+    uses: Sequence[Use],
+    make: MakeBlock,
     ids: set[int],
     owners: Counter[int],
-    max_factor_dim: int,
-) -> str:
-    """Why a module with an adapter stays with the fallback rule, or an empty string."""
-    if any(owners[id(p)] > 1 for p in own.values()):
+    choice: Choice,
+) -> Block | Uncovered:
+    """A weight's block, if it can have one."""
+    if isinstance(adapter, Uncovered):
+        return adapter
+    reason = _unfit(adapter, uses, ids, owners, choice.max_factor_dim)
+    return Uncovered(reason) if reason else make(uses, adapter)
+
+
+def _uses(model: nn.Module) -> tuple[list[Use], dict[str, str]]:
+    """All uses of weights in the model's order, and the reasons why modules have none."""
+    uses: list[Use] = []
+    reasons: dict[str, str] = {}
+    silent: dict[int, str] = {}  # children whose parameters are used without calling them
+    for name, module in model.named_modules():
+        if not own_parameters(module) and not is_container(module):
+            continue
+        if id(module) in silent:
+            reasons.setdefault(name, silent[id(module)])
+            continue
+        found = uses_of(name, module)
+        if is_container(module):
+            why = next((u.reason for u in found.values() if isinstance(u, Uncovered)), "")
+            text = why or f"{type(module).__name__} uses its weights without calling it"
+            silent.update((id(child), text) for child in module.modules() if child is not module)
+        uses += [use for use in found.values() if isinstance(use, Use)]
+        reasons |= {full: use.reason for full, use in found.items() if isinstance(use, Uncovered)}
+    return uses, reasons
+
+
+def _left_out(
+    model: nn.Module, blocks: Sequence[Block], reasons: Mapping[str, str], choice: Choice
+) -> dict[str, LeftOut]:
+    """What no block owns: whole modules by their name, single parameters of the others by their own."""
+    owned = {id(p) for block in blocks for p in block.owned}
+    partly = {id(use.module): block for block in blocks for use in block.uses}
+    found: dict[str, LeftOut] = {}
+    counted: set[int] = set()  # what several modules own counts with the first of them
+    for name, module in model.named_modules():
+        own = own_parameters(module)
+        rest = {key: p for key, p in own.items() if id(p) not in owned}
+        block = partly.get(id(module))
+        inner = block is not None and block.uses[0].within is not None
+        if not rest or (block is not None and not block.tied and not inner):
+            continue  # a weight in another's place is its block's trouble
+        new = {key: p for key, p in rest.items() if id(p) not in counted}
+        counted.update(map(id, new.values()))
+        if block is None and not any(f"{name}.{key}".removeprefix(".") in reasons for key in rest):
+            reason = choice.refusal(name, module) or reasons[name]
+            found[name] = LeftOut(type(module).__name__, tuple(new.values()), reason)
+            continue
+        for key, p in new.items():
+            full = f"{name}.{key}".removeprefix(".")
+            why = reasons.get(full) or f"{key} of {type(module).__name__} is not a part of one projection"
+            if block is not None and block.tied:
+                why = f"its weight is preconditioned with that of {block.name!r}, and no bias takes part in that"
+            found[full] = LeftOut(type(module).__name__, (p,), why)
+    return found
+
+
+def _unfit(adapter: Adapter, uses: Sequence[Use], ids: set[int], owners: Counter[int], max_factor_dim: int) -> str:
+    """Why a weight with an adapter stays with the fallback rule, or an empty string."""
+    module, weight = uses[0].module, uses[0].weight
+    if owners[id(weight)] > len(uses):
         return "its weight is tied to another module's"
-    if id(own["weight"]) not in ids:
+    bias = adapter.bias(module)
+    if len(uses) == 1 and bias is not None and owners[id(bias)] > 1:
+        return "its bias is tied to another module's"
+    if id(weight) not in ids:
         return "its weight is not among the optimizer's parameters"
-    if own["weight"].is_complex():
+    if weight.is_complex():
         return "complex weights are not supported"
     if isinstance(adapter, KroneckerAdapter):
         widest = adapter.output_shape(module)[-1]
         if not adapter.diagonal_input():
-            widest = max(widest, adapter.input_shape(module, adapter.has_bias(module))[-1])
+            with_bias = len(uses) == 1 and adapter.has_bias(module)
+            widest = max(widest, adapter.input_shape(module, with_bias)[-1])
         if widest > max_factor_dim:
             return (
                 f"a factor would be {widest} x {widest} ({4e-9 * widest**2:.1f} GB); raise max_factor_dim to allow it"
@@ -121,13 +203,11 @@ def _matches(name: str, module: nn.Module, patterns: tuple[str, ...]) -> bool:
     return any(fnmatchcase(name, p) or fnmatchcase(type(module).__name__, p) for p in patterns)
 
 
-def warn_of_little(blocks: dict[str, Block], reasons: dict[str, tuple[nn.Module, str]], stacklevel: int) -> None:
+def warn_of_little(blocks: dict[str, Block], reasons: Mapping[str, LeftOut], stacklevel: int) -> None:
     """One warning when less than half of the trained parameters are preconditioned."""
     covered = sum(p.numel() for b in blocks.values() if b.weight.requires_grad for p in b.parameters)
-    left = [(_trained(module), name, reason) for name, (module, reason) in reasons.items()]
-    left += [
-        (_trained(b.module), b.name, "its weight is frozen") for b in blocks.values() if not b.weight.requires_grad
-    ]
+    left = [(_trained(entry.parameters), name, entry.reason) for name, entry in reasons.items()]
+    left += [(_trained(b.owned), b.name, "its weight is frozen") for b in blocks.values() if not b.weight.requires_grad]
     left = [entry for entry in left if entry[0]]
     total = covered + sum(count for count, _, _ in left)
     if not total or covered >= total / 2:
@@ -140,8 +220,7 @@ def warn_of_little(blocks: dict[str, Block], reasons: dict[str, tuple[nn.Module,
     )
 
 
-def _trained(module: nn.Module) -> int:
-    own = own_parameters(module).values()
+def _trained(own: Iterable[nn.Parameter]) -> int:
     return sum(p.numel() for p in own if p.requires_grad and not isinstance(p, UninitializedParameter))
 
 

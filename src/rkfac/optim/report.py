@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parameter import UninitializedParameter
 
 from rkfac.curvature.block import Block, Group
-from rkfac.layers import own_parameters
+from rkfac.optim.coverage import LeftOut
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class LayerReport:
     covered: bool
     reason: str = ""
     parameters: int = 0
+    shared_with: tuple[str, ...] = ()  # other layers that own the same weight, preconditioned with it
     input_dim: int | None = None
     output_dim: int | None = None
     rank_input: int | None = None
@@ -55,17 +56,19 @@ def covered_layer(block: Block, group: Group) -> LayerReport:
         reason = "no statistics yet: no backward pass has reached its weight through a call of it"
         if block.missed:
             reason = (
-                "no statistics yet: gradients came, but no call of it was seen (compiled before, or another object)"
+                "no statistics yet: gradients came, but no call of it was seen (compiled before, another object, or an "
+                "unknown way to multiply by its weight)"
             )
     elif not block.ready:
         reason = "no decomposition has succeeded yet: it takes plain steps meanwhile"
-    own = own_parameters(block.module).values() if not covered else block.parameters
+    own = block.owned if not covered else block.parameters
     return LayerReport(
         name=block.name,
         kind=type(block.module).__name__,
         covered=covered,
         reason=reason,
         parameters=sum(p.numel() for p in own),
+        shared_with=tuple(use.name for use in block.uses[1:]),
         clip=None if block.clip is None else float(block.clip),
         seconds=block.seconds,
         bytes=block.nbytes,
@@ -74,12 +77,10 @@ def covered_layer(block: Block, group: Group) -> LayerReport:
     )
 
 
-def uncovered_layer(name: str, module: nn.Module, reason: str) -> LayerReport:
-    """A layer that trains by the fallback rule, and why."""
-    own = [p for p in own_parameters(module).values() if not isinstance(p, UninitializedParameter)]
-    return LayerReport(
-        name, type(module).__name__, covered=False, reason=reason, parameters=sum(p.numel() for p in own)
-    )
+def uncovered_layer(name: str, left: LeftOut) -> LayerReport:
+    """A layer, or a parameter of one, that trains by the fallback rule, and why."""
+    own = [p for p in left.parameters if not isinstance(p, UninitializedParameter)]
+    return LayerReport(name, left.kind, covered=False, reason=left.reason, parameters=sum(p.numel() for p in own))
 
 
 def spectra(blocks: Mapping[str, Block], name: str) -> Spectra:

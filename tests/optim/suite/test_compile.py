@@ -18,6 +18,7 @@ from optim.problems import (
     reader,
     rows,
     sentences,
+    speaker,
     train,
     twin,
     updates,
@@ -34,9 +35,11 @@ def _forget_graphs() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def compared(build: Build, backend: str, order: str, fisher: str = "empirical") -> None:
-    model = mlp()
-    other, batches = twin(model), [rows() for _ in range(5)]
+def compared(
+    build: Build, backend: str, order: str, fisher: str = "empirical", make: Any = mlp, draw: Any = rows
+) -> None:
+    model = make()
+    other, batches = twin(model), [draw() for _ in range(5)]
     plain = build(model, fisher=fisher, **EVERY)
     if order == "model first":
         running: Any = torch.compile(other, backend=backend)
@@ -72,8 +75,15 @@ def test_every_order_of_compiling_and_building(order: str, fisher: str) -> None:
     compared(OPTIMIZERS["RSKFAC"], "aot_eager", order, fisher)
 
 
+@pytest.mark.parametrize("order", ["model first", "optimizer first", "in place", "after a forward"])
+def test_attention_and_tied_weights_in_every_order(order: str) -> None:
+    compared(OPTIMIZERS["RSKFAC"], "aot_eager", order, make=speaker, draw=sentences)
+
+
 @pytest.mark.parametrize("fisher", ["empirical", "mc"])
-@pytest.mark.parametrize("make, draw", [(mlp, rows), (reader, sentences)], ids=["loop", "straight"])
+@pytest.mark.parametrize(
+    "make, draw", [(mlp, rows), (reader, sentences), (speaker, sentences)], ids=["loop", "straight", "attention"]
+)
 def test_a_graph_first_traced_on_a_step_without_statistics(make: Any, draw: Any, fisher: str) -> None:
     """As after a resume: the next statistics step must collect although the graph was traced without hooks."""
     build = OPTIMIZERS["RSKFAC"]
@@ -94,9 +104,9 @@ def test_a_graph_first_traced_on_a_step_without_statistics(make: Any, draw: Any,
     assert_same_parameters(running, model)
 
 
-def graphs_of(running_of: Any, fullgraph: bool, optimizer_sees_it: bool) -> tuple[int, int, rkfac.KFAC]:
+def graphs_of(make: Any, running_of: Any, fullgraph: bool, optimizer_sees_it: bool) -> tuple[int, int, rkfac.KFAC]:
     """How many graphs were traced by the first step, which collects statistics, and by the three after it."""
-    model = reader()
+    model = make()
     graphs = []
 
     def counting(graph: Any, example: Any) -> Any:
@@ -118,9 +128,10 @@ def graphs_of(running_of: Any, fullgraph: bool, optimizer_sees_it: bool) -> tupl
 
 @pytest.mark.parametrize("way", ["wrapped", "in place"])
 @pytest.mark.parametrize("fullgraph", [False, True])
-def test_steps_without_statistics_run_one_unbroken_graph(way: str, fullgraph: bool) -> None:
+@pytest.mark.parametrize("make", [reader, speaker])
+def test_steps_without_statistics_run_one_unbroken_graph(make: Any, way: str, fullgraph: bool) -> None:
     """Statistics steps run without the graph, so that nothing is broken, skipped or traced again."""
-    first, after, optimizer = graphs_of(way, fullgraph, True)
+    first, after, optimizer = graphs_of(make, way, fullgraph, True)
     assert (first, after) == (0, 1)
     assert updates(optimizer) == {1}
 

@@ -22,6 +22,7 @@ from optim.problems import (
     reader,
     rows,
     sentences,
+    speaker,
     step,
     train,
     twin,
@@ -247,9 +248,9 @@ def test_a_closure_equals_the_unrolled_step(build: Build) -> None:
     assert_same_parameters(model, other, exactly=True)
 
 
-@pytest.mark.parametrize("case", ["images", "text"])
+@pytest.mark.parametrize("case", ["images", "text", "speech"])
 def test_maximising_equals_minimising_the_negated_loss(build: Build, case: str) -> None:
-    make, draw = (convnet, images) if case == "images" else (reader, sentences)
+    make, draw = {"images": (convnet, images), "text": (reader, sentences), "speech": (speaker, sentences)}[case]
     model = make()
     other = twin(model)
     settings = {**EVERY, "momentum": 0.9, "weight_decay": 0.01, "weight_decay_from": 0}

@@ -30,6 +30,7 @@ from optim.problems import (
     rows,
     same,
     sentences,
+    speaker,
     step,
     train,
     twin,
@@ -103,8 +104,9 @@ def test_activation_checkpointing_counts_every_layer_once(
     assert_same_parameters(other, model)
 
 
-def test_forwards_that_are_not_training_change_nothing(build: Build) -> None:
-    model = reader()
+@pytest.mark.parametrize("make", [reader, speaker])
+def test_forwards_that_are_not_training_change_nothing(build: Build, make: Any) -> None:
+    model = make()
     other, batches = twin(model), [sentences() for _ in range(4)]
     optimizer, plain = build(model, **EVERY), build(other, **EVERY)
     for x, y in batches:
@@ -175,30 +177,33 @@ def pickled(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, pickled], ids=["deepcopy", "pickle"])
-def test_a_copied_model_is_inert_and_usable(build: Build, duplicate: Callable[[nn.Module], nn.Module]) -> None:
-    model = convnet()
+@pytest.mark.parametrize("make, draw", [(convnet, images), (speaker, sentences)], ids=["images", "speech"])
+def test_a_copied_model_is_inert_and_usable(
+    build: Build, duplicate: Callable[[nn.Module], nn.Module], make: Any, draw: Any
+) -> None:
+    model = make()
     optimizer = build(model, factor_every=1, inverse_every=1)
-    train(model, optimizer, [images()])
+    train(model, optimizer, [draw()])
     copied = duplicate(model)
     before = copy.deepcopy(optimizer.state_dict())
-    x, y = images()
+    x, y = draw()
     copied.train()
     F.cross_entropy(copied(x), y).backward()
     other = twin(model)
     plain = build(other, factor_every=1, inverse_every=1)
     plain.load_state_dict(before)
-    batch = images()
+    batch = draw()
     for m, o in ((model, optimizer), (other, plain)):
         m.zero_grad()
         F.cross_entropy(m(batch[0]), batch[1]).backward()  # no zero_grad of the optimizer: leaks would stay
         o.step()
     assert_same_averages(optimizer, plain, exactly=True)
     # The copy has an optimizer of its own, equal to one on a model that was never hooked.
-    clean = convnet()
+    clean = make()
     clean.load_state_dict(copied.state_dict())
     mine, theirs = build(copied, **EVERY), build(clean, **EVERY)
     copied.zero_grad()
-    batches = [images() for _ in range(3)]
+    batches = [draw() for _ in range(3)]
     train(copied, mine, batches)
     train(clean, theirs, batches)
     assert_same_parameters(copied, clean, exactly=True)

@@ -21,6 +21,7 @@ from optim.problems import (
     rows,
     same,
     sentences,
+    speaker,
     step,
     train,
     twin,
@@ -41,24 +42,23 @@ def saved(*states: Any) -> Any:
 
 @pytest.mark.parametrize("fisher", ["empirical", "mc"])
 @pytest.mark.parametrize("fallback", ["sgd", "adamw"])
-@pytest.mark.parametrize("case", ["images", "text"])
+@pytest.mark.parametrize("case", ["images", "text", "speech"])
 def test_resuming_between_statistics_and_refresh_is_bit_exact(
     build: Build, fisher: str, fallback: str, case: str
 ) -> None:
-    make, draw = (convnet, images) if case == "images" else (reader, sentences)
+    make, draw = {"images": (convnet, images), "text": (reader, sentences), "speech": (speaker, sentences)}[case]
     batches = [draw() for _ in range(9)]
     settings = {"momentum": 0.9, "factor_every": 2, "inverse_every": 3, "fisher": fisher, "fallback": fallback}
-    model = make(dtype=torch.float32) if case == "text" else make()
+    model = make(dtype=torch.float32)
     if case == "images":
         batches = [(x.float(), y) for x, y in batches]
-        model = model.float()
     optimizer = build(model, lr=0.05, **settings)
     # After 5 steps: statistics at 0, 2, 4, bases of step 3; steps 5 and 6 use the old basis, then a new one.
     train(model, optimizer, batches[:5])
     model_state, optimizer_state = saved(model.state_dict(), optimizer.state_dict())
 
     torch.manual_seed(99)
-    fresh = (make() if case == "images" else make(dtype=torch.float32)).float()
+    fresh = make(dtype=torch.float32)
     fresh.load_state_dict(model_state)
     resumed = build(fresh, lr=0.9, **{**settings, "momentum": 0.1, "seed": 5})
     resumed.load_state_dict(optimizer_state)

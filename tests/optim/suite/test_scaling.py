@@ -24,6 +24,7 @@ from optim.problems import (
     rows,
     same,
     sentences,
+    speaker,
     step,
     twin,
 )
@@ -32,7 +33,12 @@ Build = Callable[..., rkfac.KFAC]
 EVERY: dict[str, Any] = {"factor_every": 1, "inverse_every": 2}
 # BatchNorm sees another batch in half a batch, so the image case stops short of it.
 plain_convnet = lambda: nn.Sequential(*(m for m in convnet() if not isinstance(m, nn.BatchNorm2d)))  # noqa: E731
-CASES = {"rows": (mlp, rows), "images": (plain_convnet, images), "text": (reader, sentences)}
+CASES = {
+    "rows": (mlp, rows),
+    "images": (plain_convnet, images),
+    "text": (reader, sentences),
+    "speech": (speaker, sentences),
+}
 
 
 @pytest.fixture(params=CASES)

@@ -14,17 +14,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from rkfac import compat
 from rkfac.curvature.block.direction import Direction
 from rkfac.curvature.damping import Damping
 from rkfac.curvature.decompose import Decomposition, Request
 from rkfac.curvature.factor import Factor, Start
 from rkfac.curvature.following import Follower, Origin
-from rkfac.curvature.moment import Moment
 from rkfac.curvature.randomness import Randomness, subset
 from rkfac.curvature.statistics import Statistics
 from rkfac.curvature.stopwatch import Stopwatch
-from rkfac.layers.base import Adapter, own_parameters
+from rkfac.layers.base import Adapter, Use
 from rkfac.linalg import DecompositionError, Rowwise
 
 Group = Mapping[str, Any]
@@ -87,15 +85,18 @@ def _young(step: int) -> bool:
 
 
 class Block(ABC):
-    """Statistics in, preconditioned gradient out, for one module."""
+    """Statistics in, preconditioned gradient out, for one weight and, where one module alone has it, its bias."""
 
     kind: ClassVar[str]  # what a person calls it
     positions_summed: ClassVar[bool] = False  # whether a row is a whole sample already
 
-    def __init__(self, name: str, module: nn.Module, adapter: Adapter, settings: Settings) -> None:
-        self.name = name
-        self.module = module
-        self.weight = own_parameters(module)["weight"]  # the parameter whose group governs this block
+    pending: Statistics
+
+    def __init__(self, uses: Sequence[Use], adapter: Adapter, settings: Settings) -> None:
+        """`uses` are all modules that own the weight, `adapter` is what serves them together, as one of the first's."""
+        self.uses: Sequence[Use] = tuple(uses)
+        self.name, self.module = uses[0].name, uses[0].module
+        self.weight = uses[0].weight  # the parameter whose group governs this block
         self.settings = settings
         self.wanted = True
         self.retired = ""  # why it is not preconditioned any more
@@ -114,19 +115,32 @@ class Block(ABC):
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
         """The trained parameters it preconditions together: weight (or scale), then bias (or shift) if it is trained."""
-        bias = compat.own_parameter(self.module, "bias")
+        bias = self._adapter.bias(self.module)
         return (self.weight, bias) if self.bias and bias is not None else (self.weight,)
+
+    @property
+    def owned(self) -> tuple[nn.Parameter, ...]:
+        """The same, trained or not."""
+        bias = None if self.tied else self._adapter.bias(self.module)
+        return (self.weight,) if bias is None else (self.weight, bias)
+
+    @property
+    def tied(self) -> bool:
+        """Whether several modules own the weight: then nobody's bias takes part."""
+        return len(self.uses) > 1
+
+    def _has_bias(self) -> bool:
+        return not self.tied and self._adapter.has_bias(self.module)
 
     @property
     def trouble(self) -> str:
         """Why the layer cannot be preconditioned any more, or an empty string."""
-        if compat.own_parameter(self.module, "weight") is not self.weight:
+        if any(use.adapter.plain_weight(use.module) is not self.weight for use in self.uses):
             return "its weight was replaced, pruned or parametrized after the optimizer was built: build a new one"
         return ""
 
-    @property
     @abstractmethod
-    def width(self) -> int:
+    def width(self, use: Use) -> int:
         """Entries of the layer's output at one position."""
 
     @property
@@ -146,7 +160,7 @@ class Block(ABC):
 
     def reset(self) -> None:
         """Forget everything: at the start, and when the set of trained parameters changes."""
-        self.bias = self._adapter.has_bias(self.module)
+        self.bias = self._has_bias()
         self._make()
         self.discard()
 
@@ -161,14 +175,15 @@ class Block(ABC):
 
     # --- statistics
 
-    def explains(self, calls: Sequence[tuple[Tensor, Tensor]], gradient: Tensor) -> bool | None:
+    def explains(self, calls: Sequence[tuple[Use, Tensor, Tensor]], gradient: Tensor) -> bool | None:
         """Whether the layer's calls (input, output gradient) are where its weight's gradient comes from.
 
         None when a gradient of zero or one that is not finite cannot tell. A weight that is also used by hand, as in
         F.linear(h, embedding.weight), has gradients that no call of the layer accounts for.
         """
         with torch.no_grad():
-            found = sum((self._adapter.gradient(self.module, x, g) for x, g in calls), torch.zeros_like(gradient))
+            parts = (use.adapter.gradient(use.module, x, g) for use, x, g in calls)
+            found = sum(parts, torch.zeros_like(gradient))
             size = torch.linalg.vector_norm(gradient.double())
             rest, weight = (gradient - found).double(), self.weight.double()
             self.penalised = not bool(torch.linalg.vector_norm(rest) <= 1e-2 * size)
@@ -179,24 +194,24 @@ class Block(ABC):
         telling = math.isfinite(difference) and seen and float(size) > 1e-30  # below, float32 has few digits left
         return difference < 0.3 if telling else None
 
-    def terms(self, x: Tensor, g: Tensor) -> int:
+    def terms(self, use: Use, x: Tensor, g: Tensor) -> int:
         """How many terms a loss has that is reached from this layer's output directly: samples, or rows."""
-        samples = self._adapter.samples(self.module, x)
+        samples = use.adapter.samples(use.module, x)
         if samples is None and self.settings.weight_sharing == "reduce":
             samples = g.shape[0] if g.ndim > 1 else 1
-        return g.numel() // self.width if samples is None else samples
+        return g.numel() // self.width(use) if samples is None else samples
 
-    def observe(self, x: Tensor, g: Tensor, one_pass: Any, terms: int) -> None:
+    def observe(self, use: Use, x: Tensor, g: Tensor, one_pass: Any, terms: int) -> None:
         """Collect the statistics of one call of the layer; `terms` is what the loss of the pass averages over."""
         if g.numel() == 0:
             return  # an expert no token was sent to
         with self.timed("statistics"), torch.no_grad():
-            if self._adapter.has_bias(self.module) != self.bias:
+            if self._has_bias() != self.bias:
                 self.reset()  # a bias was frozen or unfrozen: the curvature has another shape now
-            self.pending.count(one_pass, terms, self.collect(x, g), g.numel() // self.width)
+            self.pending.count(use, one_pass, terms, self.collect(use, x, g), g.numel() // self.width(use))
 
     @abstractmethod
-    def collect(self, x: Tensor, g: Tensor) -> int:
+    def collect(self, use: Use, x: Tensor, g: Tensor) -> int:
         """Add one call's rows, or some drawn in their place, to the pending moments; returns how many the call has."""
 
     def draw(self, rows: int, device: torch.device) -> tuple[Tensor | None, float]:
@@ -209,13 +224,13 @@ class Block(ABC):
         generator = self.settings.randomness.generator("rows", self.name, updates, self.pending.calls)
         return subset(rows, most, generator).to(device), rows / most
 
-    def moments(self) -> tuple[Moment, ...]:
-        """Empty moments, one a factor, in the order of `factors`."""
-        return tuple(factor.moment() for factor in self.factors.values())
+    def statistics(self) -> Statistics:
+        """Empty ones, whose moments are one a factor, in the order of `factors`."""
+        return Statistics(tuple(factor.moment() for factor in self.factors.values()))
 
     def discard(self) -> None:
         """Drop what is pending."""
-        self.pending = Statistics(self.moments())
+        self.pending = self.statistics()
 
     def commit(self, group: Group, numbers: list[float], loss_scale: float) -> bool:
         """Blend the pending statistics into the running averages; False, and no change, if they are not finite.

@@ -8,13 +8,13 @@ from functools import cache, partial
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rkfac.curvature.block.base import Block, Group, Settings
 from rkfac.curvature.block.direction import Direction
 from rkfac.curvature.factor import DenseFactor, DiagonalFactor, Factor, IdentityFactor
 from rkfac.curvature.following import Follower, Origin, few
-from rkfac.layers.base import KroneckerAdapter, statistics_dtype
+from rkfac.layers.base import KroneckerAdapter, Use, statistics_dtype
 from rkfac.linalg import (
     SAFE,
     Itself,
@@ -39,9 +39,9 @@ class KroneckerBlock(Block):
 
     kind = "Kronecker"
 
-    def __init__(self, name: str, module: nn.Module, adapter: KroneckerAdapter, settings: Settings) -> None:
+    def __init__(self, uses: Sequence[Use], adapter: KroneckerAdapter, settings: Settings) -> None:
         self.adapter = adapter
-        super().__init__(name, module, adapter, settings)
+        super().__init__(uses, adapter, settings)
 
     def _make(self) -> None:
         """A factor for each side."""
@@ -71,32 +71,35 @@ class KroneckerBlock(Block):
 
     @property
     def shows_rows(self) -> bool:
-        """As its adapter says."""
-        return self.adapter.rowwise
+        """As its adapter says; of a tied weight each module sees some rows only."""
+        return self.adapter.rowwise and not self.tied
 
-    @property
-    def width(self) -> int:
+    def width(self, use: Use) -> int:
         """Outputs of all groups."""
-        return math.prod(self.adapter.output_shape(self.module))
+        return math.prod(_kronecker(use).output_shape(use.module))
 
-    def collect(self, x: Tensor, g: Tensor) -> int:
+    def wants(self, side: str) -> bool:
+        """Whether rows of one side are collected."""
+        return self.factors[side].learns
+
+    def collect(self, use: Use, x: Tensor, g: Tensor) -> int:
         """Rows of this call join what is pending, the same ones on both sides."""
-        of_inputs, of_gradients = self.pending.moments
-        sharing = self.settings.weight_sharing
-        rows = self.adapter.count(self.module, g, sharing)
+        of_inputs, of_gradients = self.pending.of(use).moments
+        adapter, module, sharing = _kronecker(use), use.module, self.settings.weight_sharing
+        rows = adapter.count(module, g, sharing)
         drawn, weight = self.draw(rows, g.device)
-        if self.output.learns:
-            of_gradients.add(self.adapter.output_rows(self.module, x, g, sharing, drawn), weight, source=g)
-        if not self.input.learns:
+        if self.wants("output"):
+            of_gradients.add(adapter.output_rows(module, x, g, sharing, drawn), weight, source=g)
+        if not self.wants("input"):
             return rows
-        finished = self.adapter.input_moment(self.module, x, self.bias, sharing) if drawn is None else None
+        finished = adapter.input_moment(module, x, self.bias, sharing) if drawn is None else None
         if finished is not None:
             largest = peak(x).to(statistics_dtype(x))
             of_inputs.add_finished(finished, largest.clamp_min(1.0) if self.bias else largest)  # a bias's input is one
             return rows
-        if self.adapter.diagonal_input():
+        if adapter.diagonal_input():
             drawn, weight = None, 1.0  # counting all is cheaper than drawing
-        for part in self.adapter.input_rows(self.module, x, self.bias, sharing, drawn):
+        for part in adapter.input_rows(module, x, self.bias, sharing, drawn):
             of_inputs.add(part, weight, source=x)
         return rows
 
@@ -175,7 +178,7 @@ class KroneckerBlock(Block):
             return
         self.follower, self._followed = None, key
         # Elsewhere than on a CPU nobody could look whether what was followed is true.
-        if not (projects and self.adapter.rowwise and at_once(self.weight)):
+        if not (projects and self.shows_rows and at_once(self.weight)):
             return
         G, A = self.output.low, self.input.low
         if few(self.rows, G.dim, A.dim) and self.weight.dtype == G.U.dtype == A.U.dtype:
@@ -192,7 +195,7 @@ class KroneckerBlock(Block):
             # Gradients of 16 bits have too few digits for their length before to be told from them; terms of the weight
             # itself in the loss do not come through the layer.
             fit = self.weight.dtype.itemsize > 2 and not self.penalised
-            self._in_backward = fit and self.adapter.rowwise and self.rows * (d_G + d_A) < 2 * d_G * d_A
+            self._in_backward = fit and self.shows_rows and self.rows * (d_G + d_A) < 2 * d_G * d_A
         key = (self.version, float(group["damping"]), self.weight.device)
         if self._pinned is None or self._pinned[0] != key:
             self._pinned = (key, self._rowwise(key[1]) if self._in_backward else None)
@@ -288,6 +291,11 @@ class KroneckerBlock(Block):
             shares = self.settings.damping.shares(group["damping"], self.input, self.output)
             facts["damping_input"], facts["damping_output"] = (float(share.mean()) for share in shares)
         return facts
+
+
+def _kronecker(use: Use) -> KroneckerAdapter:
+    assert isinstance(use.adapter, KroneckerAdapter)  # or another block would serve it
+    return use.adapter
 
 
 def _length(tensors: Sequence[Tensor]) -> Tensor:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rkfac.curvature.block.base import Block, Group, Settings
 from rkfac.curvature.block.direction import Direction
 from rkfac.curvature.decompose import Exact
 from rkfac.curvature.factor import DenseFactor, Factor
 from rkfac.curvature.following import Origin
-from rkfac.layers.base import UnitAdapter, statistics_dtype
+from rkfac.layers.base import UnitAdapter, Use, statistics_dtype
 from rkfac.linalg import Whole
 
 
@@ -24,9 +24,9 @@ class UnitBlock(Block):
     kind = "unit-wise"
     positions_summed = True
 
-    def __init__(self, name: str, module: nn.Module, adapter: UnitAdapter, settings: Settings) -> None:
+    def __init__(self, uses: Sequence[Use], adapter: UnitAdapter, settings: Settings) -> None:
         self.adapter = adapter
-        super().__init__(name, module, adapter, settings)
+        super().__init__(uses, adapter, settings)
 
     def _make(self) -> None:
         """One factor of small blocks."""
@@ -39,12 +39,11 @@ class UnitBlock(Block):
         """Small blocks, all of one factor."""
         return {"unit": self.factor}
 
-    @property
-    def width(self) -> int:
+    def width(self, use: Use) -> int:
         """Units."""
         return self.weight.numel()
 
-    def collect(self, x: Tensor, g: Tensor) -> int:
+    def collect(self, use: Use, x: Tensor, g: Tensor) -> int:
         """Gradients of scale and shift, a row a sample."""
         sharing = self.settings.weight_sharing
         rows = self.adapter.count(self.module, g, sharing)
