@@ -18,6 +18,7 @@ from rkfac.layers.base import KroneckerAdapter, statistics_dtype
 from rkfac.linalg import (
     SAFE,
     Itself,
+    Multipliers,
     Part,
     Preconditioner,
     Rowwise,
@@ -126,12 +127,16 @@ class KroneckerBlock(Block):
         """The damped inverse, made once for a basis, a damping and a memory layout of the weight."""
         key = (self.version, float(group["damping"]), self.weight.device, self.weight.stride())
         if self._prepared is None or self._prepared[0] != key:
-            multipliers = self.settings.damping.multipliers(key[1], self.input, self.output)
+            multipliers = self._multipliers(key[1])
             low, columns = self.input.low, self.adapter.columns(self.module)
             if columns is not None:
                 low = low.permuted(torch.cat([columns, columns.new_tensor([len(columns)])]) if self.bias else columns)
             self._prepared = (key, preconditioner(low, self.output.low, multipliers))
         return self._prepared[1]
+
+    def _multipliers(self, damping: float) -> Multipliers:
+        """What the damped inverse does to the four blocks of a gradient."""
+        return self.settings.damping.multipliers(damping, self.input, self.output)
 
     def direction(
         self, gradients: tuple[Tensor, ...], group: Group, spend: bool = False, origin: Origin | None = None
@@ -267,14 +272,22 @@ class KroneckerBlock(Block):
     def multiply(self, change: tuple[Tensor, ...], group: Group) -> tuple[Tensor, ...]:
         """(G + l) D (A + l) for the factored rules, G D A + l D for the product rule."""
         self._follow()
-        dtype = statistics_dtype(self.weight)
-        D = self.adapter.matrix(self.module, change[0]).to(dtype)
-        if self.bias:
-            D = torch.cat([D, self.adapter.vector(self.module, change[1]).to(dtype)[..., None]], dim=-1)
-        F = self.settings.damping.multiply(D, group["damping"], self.input, self.output)
+        F = self._curved(self._joined(change), group["damping"])
         if not self.bias:
             return (self.adapter.tensor(self.module, F),)
         return self.adapter.tensor(self.module, F[..., :-1]), F[..., -1].reshape(change[1].shape)
+
+    def _joined(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        """One tensor a parameter as a matrix, the bias being its last column."""
+        dtype = statistics_dtype(self.weight)
+        matrix = self.adapter.matrix(self.module, tensors[0]).to(dtype)
+        if not self.bias:
+            return matrix
+        return torch.cat([matrix, self.adapter.vector(self.module, tensors[1]).to(dtype)[..., None]], dim=-1)
+
+    def _curved(self, D: Tensor, damping: float) -> Tensor:
+        """The damped curvature times a matrix."""
+        return self.settings.damping.multiply(D, damping, self.input, self.output)
 
     def facts(self, group: Group) -> dict[str, Any]:
         """Sizes, ranks, captured trace, dampings."""
