@@ -88,6 +88,16 @@ class LowRank:
         kept = V @ self.U
         return kept, V[..., :0] if self.full else V - kept @ self.U.mT
 
+    def distinct(self) -> LowRank:
+        """Without the kept modes that share the smallest eigenvalue there is, or that of the rest, with others.
+
+        Nobody can tell such modes from one another: which of them a solver returns is rounding.
+        """
+        bottom = self.s[..., -1] if self.full else torch.minimum(self.s[..., -1], self.fill)
+        margin = torch.finfo(self.U.dtype).eps * self.dim * self.s[..., 0]
+        told = int((self.s > (bottom + margin)[..., None]).sum(-1).max())
+        return self if told >= self.dim - 1 else self.truncate(max(told, 1))
+
     def shares_of(self, other: LowRank) -> Float[Tensor, "*batch own others"]:
         """How a mode of this basis, or the mean of its rest (last row), is made of another's modes and rest (last column).
 

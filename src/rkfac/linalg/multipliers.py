@@ -45,6 +45,10 @@ class Diagonal:
         """Rows are their own coordinates, and nothing is left of them."""
         return V, V[..., :0]
 
+    def distinct(self) -> Diagonal:
+        """Entries are modes of their own, whatever their values."""
+        return self
+
     def shares_of(self, other: Diagonal) -> None:
         """The modes are always the same."""
 

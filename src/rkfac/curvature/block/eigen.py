@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from rkfac.curvature.block.base import Group, Settings
 from rkfac.curvature.block.kronecker import KroneckerBlock
 from rkfac.curvature.damping import in_units_of
+from rkfac.curvature.factor import Refreshed
 from rkfac.curvature.factor.base import restored
 from rkfac.curvature.randomness import subset
 from rkfac.layers.base import MAX_CHUNK, KroneckerAdapter
@@ -148,6 +149,10 @@ class EigenBlock(KroneckerBlock):
             # As the factors' averages, one without a start of its own is replaced by the first statistic.
             weight = 1.0 if self.settings.start.identity or not self.method.carry else 0.0
             self._energies = energies.of_product(*now, weight)
+
+    def _adopted(self, refreshed: Refreshed[Any]) -> Refreshed[Any]:
+        """Moments of modes that rounding alone tells apart would be arbitrary: such modes are part of the rest."""
+        return replace(refreshed, low=refreshed.low.distinct())
 
     # --- step
 

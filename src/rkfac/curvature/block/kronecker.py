@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from rkfac.curvature.block.base import Block, Group, Settings
 from rkfac.curvature.block.direction import Direction
-from rkfac.curvature.factor import DenseFactor, DiagonalFactor, Factor, IdentityFactor
+from rkfac.curvature.factor import DenseFactor, DiagonalFactor, Factor, IdentityFactor, Refreshed
 from rkfac.curvature.following import Follower, Origin, few
 from rkfac.layers.base import KroneckerAdapter, statistics_dtype
 from rkfac.linalg import (
@@ -107,11 +107,14 @@ class KroneckerBlock(Block):
         made = []
         for side, own, other in (("input", self.input, self.output), ("output", self.output, self.input)):
             in_force = rule.in_force(damping, own, other)
-            made.append(
-                own.refresh(self.settings.request(group, self.name, side, self.version, in_force, self._affordable))
-            )
+            request = self.settings.request(group, self.name, side, self.version, in_force, self._affordable)
+            made.append(self._adopted(own.refresh(request)))
         for factor, refreshed in zip((self.input, self.output), made, strict=True):
             factor.adopt(refreshed)
+
+    def _adopted(self, refreshed: Refreshed[Any]) -> Refreshed[Any]:
+        """What is used of a finished decomposition."""
+        return refreshed
 
     @property
     def _affordable(self) -> int | None:
