@@ -218,6 +218,8 @@ def test_modes_of_one_eigenvalue_belong_to_the_rest() -> None:
     torch.testing.assert_close(shifted.dense(), X + 0.5 * torch.eye(9, dtype=torch.float64))
     assert eigh(psd(9, rank=8), tail="zero").distinct().rank == 9  # one mode can be told from all others
     assert eigh(torch.zeros(4, 4, dtype=torch.float64), tail="zero").distinct().rank == 1
+    even = torch.eye(4, dtype=torch.float64)
+    torch.testing.assert_close(eigh(even, tail="zero").distinct().dense(), even)
     sketch = eigh(X, tail="zero").truncate(6)  # a sketch wider than the matrix's rank
     assert sketch.distinct().rank == 4
     assert eigh(psd(9), tail="trace").truncate(3).distinct().rank == 3

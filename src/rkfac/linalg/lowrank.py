@@ -96,7 +96,11 @@ class LowRank:
         bottom = self.s[..., -1] if self.full else torch.minimum(self.s[..., -1], self.fill)
         margin = torch.finfo(self.U.dtype).eps * self.dim * self.s[..., 0]
         told = int((self.s > (bottom + margin)[..., None]).sum(-1).max())
-        return self if told >= self.dim - 1 else self.truncate(max(told, 1))
+        if told >= self.dim - 1:
+            return self
+        # Of a whole spectrum nothing was discarded, and nothing is now: those that go leave their mean.
+        whole = LowRank(self.U, self.s, self.fill) if self.full else self
+        return whole.truncate(max(told, 1))
 
     def shares_of(self, other: LowRank) -> Float[Tensor, "*batch own others"]:
         """How a mode of this basis, or the mean of its rest (last row), is made of another's modes and rest (last column).

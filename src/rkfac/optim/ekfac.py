@@ -14,7 +14,7 @@ from rkfac.optim.kfac import KFAC
 from rkfac.optim.member import member
 
 
-@member(damping_rule="product")
+@member(damping_rule="product", damping=0.1)
 class EKFAC(KFAC):
     """EK-FAC: S = U_G [U_G^T J U_A / (M + l)] U_A^T, M the second moments of the gradient's coordinates in K-FAC's bases.
 
@@ -31,7 +31,7 @@ class EKFAC(KFAC):
       carry             a new basis takes the moments over by squared overlaps; False: it starts from the product of
                         eigenvalues (K-FAC), as published
 
-    Damping is added to M: relative to its mean or its largest kept entry, or absolute. Refused: other damping rules,
+    Damping is added to M: relative to its mean (0.1 of it by default) or its largest kept entry, or absolute. Refused: other damping rules,
     apply="backward" and sides, which all need a factor on each side alone.
     """
 
