@@ -12,6 +12,7 @@ from rkfac.curvature import (
     Nystrom,
 )
 from rkfac.optim import (
+    EKFAC,
     KFAC,
     RSKFAC,
     SREKFAC,
@@ -27,6 +28,7 @@ from rkfac.optim import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "EKFAC",
     "KFAC",
     "RSKFAC",
     "RSVD",

@@ -22,7 +22,7 @@ from .data.idx import fashion_mnist
 from .data.text import CONTEXT, text
 from .errors import LabError, unknown
 from .imports import named
-from .optimizers import grafted, is_kfac
+from .optimizers import CLASSES, grafted, is_kfac
 
 Prepare = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -154,12 +154,12 @@ def _accuracy_targets(*values: float) -> tuple[Target, ...]:
 
 
 def _settings(own: str | dict[str, Any], **baselines: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Tuned baselines, and the three K-FACs with the numbers of one of them and nothing else, or with their own.
+    """Tuned baselines, and every K-FAC with the numbers of one of them and nothing else, or with their own.
 
     Numbers come from `rkfac tune` (validation data, docs/results/tuning) where a comment does not say otherwise.
     """
     numbers = {"graft": own, **baselines[own]} if isinstance(own, str) else own
-    return {**dict.fromkeys(("k-fac", "rs-kfac", "sre-kfac"), numbers), **baselines}
+    return {**dict.fromkeys(filter(is_kfac, CLASSES), numbers), **baselines}
 
 
 EVALUATED = 2000  # test samples, where all of them would cost more than about a twentieth of the training

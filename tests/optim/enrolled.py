@@ -28,6 +28,7 @@ class Enrolled:
     make: Callable[..., torch.optim.Optimizer]
     statistics: Callable[[torch.optim.Optimizer], dict[str, Tensor]] = averages
     lacks: frozenset[str] = field(default_factory=frozenset)  # keywords, and rows, that mean nothing to it
+    forgets: dict[str, Any] = field(default_factory=dict)  # keywords with which averages of no decay know no past
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         return self.make(*args, **keywords)
@@ -38,6 +39,14 @@ def _adamw_length(model: Any, *args: Any, momentum: float | None = None, **keywo
     if keywords.get("fallback") == "sgd":
         keywords["momentum"] = momentum
     return stated.RSKFAC(model, *args, **{"graft": "adamw", **SMALL, **keywords})
+
+
+def _soap(model: Any, *args: Any, momentum: float | None = None, **keywords: Any) -> Any:
+    """Running moments in a truncated basis, to the power of -1/2, at AdamW's length."""
+    if keywords.get("fallback") == "sgd":
+        keywords["momentum"] = momentum
+    chosen = {"moments": "running", "power": -0.5, "graft": "adamw", "decomposition": rkfac.RSVD(), **SMALL}
+    return stated.EKFAC(model, *args, **{**chosen, **keywords})
 
 
 OPTIMIZERS: dict[str, Enrolled] = {
@@ -52,5 +61,11 @@ OPTIMIZERS: dict[str, Enrolled] = {
     "graft-adamw": Enrolled(_adamw_length, lacks=frozenset({"momentum"})),
     "input-side": Enrolled(partial(stated.RSKFAC, sides="input", **SMALL), lacks=frozenset({"rows g"})),
     "output-side": Enrolled(partial(stated.RSKFAC, sides="output", **SMALL), lacks=frozenset({"rows a"})),
+    "EKFAC": Enrolled(stated.EKFAC, lacks=frozenset({"rank"}), forgets={"carry": False}),
+    "EKFAC-sketched": Enrolled(partial(stated.EKFAC, decomposition=rkfac.RSVD(), **SMALL), forgets={"carry": False}),
+    "EKFAC-running": Enrolled(
+        partial(stated.EKFAC, moments="running", **SMALL), lacks=frozenset({"rank"}), forgets={"carry": False}
+    ),
+    "EKFAC-SOAP": Enrolled(_soap, lacks=frozenset({"momentum", "kl_clip"}), forgets={"carry": False}),
     "paper": Enrolled(partial(rkfac.RSKFAC, **{**rkfac.paper_defaults(), **SMALL})),
 }

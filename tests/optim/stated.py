@@ -32,4 +32,5 @@ STATED: dict[str, Any] = {
 # The step is SGD's in length unless a test says graft=None.
 KFAC = partial(rkfac.KFAC, graft="sgd", **STATED)
 RSKFAC = partial(rkfac.RSKFAC, graft="sgd", **STATED)
+EKFAC = partial(rkfac.EKFAC, graft="sgd", **{**STATED, "damping_rule": "product"})
 SREKFAC = partial(rkfac.SREKFAC, graft="sgd", **STATED)

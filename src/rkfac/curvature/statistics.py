@@ -6,6 +6,7 @@ else.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,7 @@ class Statistics:
     calls: int = 0
     rows: int = 0
     tokens: int = 0
+    others: list[Tensor] = field(default_factory=list)  # of a block's own: not finite, and nothing counts
     _terms: dict[Any, int] = field(default_factory=dict)  # of the loss, by pass
 
     @property
@@ -47,6 +49,13 @@ class Statistics:
             return self.tokens  # not rows: those of norms and of weight_sharing="reduce" are whole samples
         return sum(self._terms.values())
 
+    def of_squares(self, loss_average: str, sampled: bool, loss_scale: float, times: float = 1.0) -> float:
+        """`times` what turns a sum of squared gradients into the mean square of the gradients of one sample's loss."""
+        samples = self.samples(loss_average)
+        if sampled:
+            return times / samples
+        return (times / samples if loss_average == "sum" else times * samples) / loss_scale**2
+
     def settle(self, numbers: list[float], loss_average: str, sampled: bool, loss_scale: float, summed: bool) -> bool:
         """Read the peaks and set all scales; False when something is not finite.
 
@@ -58,18 +67,16 @@ class Statistics:
             if not moment.settle(numbers[: moment.numbers]):
                 return False
             numbers = numbers[moment.numbers :]
+        if not all(map(math.isfinite, numbers)):
+            return False
         samples = self.samples(loss_average)
         positions = 1.0 if summed else self.rows / samples
-        own = loss_average == "sum" or sampled
-        gradients = positions / samples if own else positions * samples
-        if not sampled:
-            gradients /= loss_scale**2
         *inputs, output = self.moments
-        output.scale = gradients
+        output.scale = self.of_squares(loss_average, sampled, loss_scale, positions)
         for moment in inputs:
             moment.scale = 1 / (samples * positions**2)
         return True
 
     def readings(self) -> list[Tensor]:
         """All numbers the host must read, in the order `settle` takes them."""
-        return [t for moment in self.moments for t in moment.readings()]
+        return [*(t for moment in self.moments for t in moment.readings()), *self.others]

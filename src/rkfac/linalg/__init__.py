@@ -1,6 +1,7 @@
 """Low-rank linear algebra of symmetric positive semi-definite matrices: pure functions and frozen values over tensors."""
 
 from rkfac.linalg.checks import DecompositionError
+from rkfac.linalg.energies import Energies
 from rkfac.linalg.exact import eigh
 from rkfac.linalg.host import at_once
 from rkfac.linalg.kronecker import Preconditioner, Seer, Solution, preconditioner
@@ -20,6 +21,7 @@ __all__ = [
     "SAFE",
     "DecompositionError",
     "Diagonal",
+    "Energies",
     "Itself",
     "LowRank",
     "Modes",

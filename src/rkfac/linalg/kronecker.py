@@ -21,6 +21,7 @@ from torch import Tensor
 from rkfac.linalg.host import at_once
 from rkfac.linalg.lowrank import LowRank
 from rkfac.linalg.multipliers import Diagonal, Multipliers, Overlapping
+from rkfac.linalg.orthonormal import polished
 from rkfac.linalg.parts import Corrected, Part, Whole, same
 from rkfac.linalg.scaling import SAFE, peak
 from rkfac.linalg.shadow import AGREEMENT, Shadow, projections
@@ -224,7 +225,7 @@ def _small(G: LowRank, A: LowRank) -> bool:
 
 def _inverse(low: LowRank, kept: Tensor, rest: Tensor) -> tuple[Tensor, Tensor]:
     """U diag(kept) U^T + rest (I - U U^T) in units of its largest eigenvalue, in the basis's precision; and that unit."""
-    unit, U = torch.maximum(kept.amax(), rest.amax()), _orthonormal(low.U)
+    unit, U = torch.maximum(kept.amax(), rest.amax()), polished(low.U)
     kept, rest = kept / unit, (rest / unit)[..., None, None]
     inverse = (U * (kept[..., None, :] - rest)) @ U.mT
     inverse.diagonal(dim1=-2, dim2=-1).add_(rest[..., 0])
@@ -273,7 +274,7 @@ class _Exact(Preconditioner):
 
     def __init__(self, G: LowRank, A: LowRank, m: Multipliers) -> None:
         self.m, self.dtype = m, G.U.dtype
-        self.U_G, self.U_A = _orthonormal(G.U), _orthonormal(A.U)
+        self.U_G, self.U_A = polished(G.U), polished(A.U)
         self.rest_G, self.rest_A = not G.full, not A.full
 
     def _solve(self, J: Tensor, j: Tensor | None, asked: Asked) -> Solution:
@@ -309,11 +310,6 @@ class _OneHot(Preconditioner):
         if not self.G.full:
             S = S + (given - self.G.U @ K) * self.input
         return _whole(S, given, self.scale * size, size, self.G.U.dtype, False, asked.matrix)
-
-
-def _orthonormal(U: Tensor) -> Tensor:
-    U = U.double()
-    return 1.5 * U - 0.5 * (U @ (U.mT @ U))
 
 
 def _measured(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rkfac.linalg.checks import require_positive
+from rkfac.linalg.orthonormal import polished
 from rkfac.linalg.scaling import times
 from rkfac.linalg.shapes import Float
 
@@ -80,6 +81,40 @@ class LowRank:
     def permuted(self, order: Tensor) -> LowRank:
         """The same matrix with rows and columns in another order."""
         return LowRank(self.U[..., order, :], self.s, self.tail)
+
+    def split(self, V: Float[Tensor, "*batch n d"]) -> tuple[Float[Tensor, "*batch n r"], Float[Tensor, "*batch n k"]]:
+        """Coordinates V U of rows, and what is left of the rows beyond the kept modes (no columns where that is nothing)."""
+        V = V.to(self.U.dtype)
+        kept = V @ self.U
+        return kept, V[..., :0] if self.full else V - kept @ self.U.mT
+
+    def distinct(self) -> LowRank:
+        """Without the kept modes that share the smallest eigenvalue there is, or that of the rest, with others.
+
+        Nobody can tell such modes from one another: which of them a solver returns is rounding.
+        """
+        bottom = self.s[..., -1] if self.full else torch.minimum(self.s[..., -1], self.fill)
+        margin = torch.finfo(self.U.dtype).eps * self.dim * self.s[..., 0]
+        told = int((self.s > (bottom + margin)[..., None]).sum(-1).max())
+        if told >= self.dim - 1:
+            return self
+        # Of a whole spectrum nothing was discarded, and nothing is now: those that go leave their mean.
+        whole = LowRank(self.U, self.s, self.fill) if self.full else self
+        return whole.truncate(max(told, 1))
+
+    def shares_of(self, other: LowRank) -> Float[Tensor, "*batch own others"]:
+        """How a mode of this basis, or the mean of its rest (last row), is made of another's modes and rest (last column).
+
+        Squared overlaps in float64: rows sum to one where the last column counts for d - r coordinates, and what goes
+        from one basis to the other, times the coordinates it stands for, stays the same in all.
+        """
+        overlaps = (polished(self.U).mT @ polished(other.U)).square()
+        of_rest = (1 - overlaps.sum(-1)).clamp_min(0)
+        left = self.dim - self.rank
+        to_rest = (1 - overlaps.sum(-2)).clamp_min(0)
+        between = ((other.dim - other.rank) - of_rest.sum(-1)).clamp_min(0)
+        last = torch.cat([to_rest, between[..., None]], -1) / max(left, 1) * (left > 0)
+        return torch.cat([torch.cat([overlaps, of_rest[..., None]], -1), last[..., None, :]], -2)
 
     def with_trace(self, trace: Float[Tensor, "*batch"]) -> LowRank:
         """The same pairs with the discarded spectrum filled so that the whole trace is `trace`."""

@@ -31,6 +31,27 @@ class Diagonal:
         """Nothing is discarded."""
         return True
 
+    @property
+    def dim(self) -> int:
+        """Size d of the matrix."""
+        return self.s.shape[-1]
+
+    @property
+    def rank(self) -> int:
+        """All of them are kept."""
+        return self.dim
+
+    def split(self, V: Float[Tensor, "*batch n d"]) -> tuple[Float[Tensor, "*batch n d"], Float[Tensor, "*batch n 0"]]:
+        """Rows are their own coordinates, and nothing is left of them."""
+        return V, V[..., :0]
+
+    def distinct(self) -> Diagonal:
+        """Entries are modes of their own, whatever their values."""
+        return self
+
+    def shares_of(self, other: Diagonal) -> None:
+        """The modes are always the same."""
+
     def __matmul__(self, V: Float[Tensor, "d k"]) -> Float[Tensor, "d k"]:
         """The matrix times V."""
         return self.s[:, None].to(V) * V
@@ -63,7 +84,7 @@ def factored(
     g, g_rest = _powers(G, damping_G, power)
     a, a_rest = _powers(A, damping_A, power)
     blocks = g[..., :, None] * a[..., None, :], g * a_rest[..., None], a * g_rest[..., None], g_rest * a_rest
-    return replace(_normalised(*blocks), sides=(g, g_rest, a, a_rest))
+    return replace(normalised(*blocks), sides=(g, g_rest, a, a_rest))
 
 
 def product(G: LowRank, A: LowRank | Diagonal, damping: float | Tensor, power: float = -1.0) -> Multipliers:
@@ -71,7 +92,7 @@ def product(G: LowRank, A: LowRank | Diagonal, damping: float | Tensor, power: f
     g, a, g_rest, a_rest = (t.double() for t in (G.s, A.s, G.fill, A.fill))
     l = torch.as_tensor(damping, dtype=torch.float64, device=g.device)
     discarded_G, discarded_A = float(not G.full), float(not A.full)
-    return _normalised(
+    return normalised(
         (g[..., :, None] * a[..., None, :] + l[..., None, None]) ** power,
         discarded_A * (g * a_rest[..., None] + l[..., None]) ** power,
         discarded_G * (a * g_rest[..., None] + l[..., None]) ** power,
@@ -87,7 +108,7 @@ def _powers(low: LowRank | Diagonal, damping: float | Tensor, power: float) -> t
     return (s + l[..., None]) ** power, torch.zeros_like(rest) if low.full else rest
 
 
-def _normalised(both: Tensor, output: Tensor, input: Tensor, rest: Tensor) -> Multipliers:
+def normalised(both: Tensor, output: Tensor, input: Tensor, rest: Tensor) -> Multipliers:
     """In units of the largest."""
     scale = torch.stack([t.amax() for t in (both, output, input, rest)]).amax()
     return Multipliers(both / scale, output / scale, input / scale, rest / scale, scale)

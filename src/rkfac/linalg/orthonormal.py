@@ -28,6 +28,12 @@ def orthonormal(
     return Q, R / scale
 
 
+def polished(U: Float[Tensor, "*batch d r"]) -> Float[Tensor, "*batch d r"]:
+    """Orthonormal columns made so to the precision of float64, by one Newton-Schulz step."""
+    U = U.double()
+    return 1.5 * U - 0.5 * (U @ (U.mT @ U))
+
+
 def column_scale(Y: Tensor, name: str) -> Tensor:
     """Powers of two (..., 1, p) that bring every column of Y near one: exact, and its span is the same."""
     peak = magnitude(Y, (-2,))

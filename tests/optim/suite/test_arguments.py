@@ -28,6 +28,7 @@ BAD: dict[str, list[Any]] = {
     "damping": [0.0, -1.0, NAN, INF, None, "auto"],
     "damping_rule": ["tikhonov", None, 3],
     "power": [0.0, -1.5, 1, "half", None, True, float("nan")],
+    "sides": ["left", None, True],
     "relative_to": ["yes", 2, True],
     "factor_decay": [1.0, -0.1, NAN, None],
     "factor_every": [0, -1, 2.5, True, None],

@@ -138,7 +138,7 @@ def test_a_parameter_unfrozen_later_is_trained_as_if_it_always_had_been(build: E
     other, batches = twin(model), [sentences() for _ in range(4)]
     settings = {"momentum": 0.0, "factor_decay": 0.0, "factor_start": "unbiased", "factor_every": 1, "inverse_every": 1}
     settings |= {"decomposition": rkfac.Exact()}
-    settings |= {"betas": (0.0, 0.0)} if "momentum" in build.lacks else {}
+    settings |= build.forgets | ({"betas": (0.0, 0.0)} if "momentum" in build.lacks else {})
     getattr(model.hidden, part).requires_grad_(False)
     optimizer = build(model, lr=0.0, **settings)
     start = parameters(model)

@@ -2,8 +2,9 @@
 
 from rkfac.curvature.block.base import Block, Group, Settings
 from rkfac.curvature.block.direction import Direction
+from rkfac.curvature.block.eigen import Eigen, EigenBlock
 from rkfac.curvature.block.kronecker import KroneckerBlock
 from rkfac.curvature.block.tied import TiedBlock
 from rkfac.curvature.block.unit import UnitBlock
 
-__all__ = ["Block", "Direction", "Group", "KroneckerBlock", "Settings", "TiedBlock", "UnitBlock"]
+__all__ = ["Block", "Direction", "Eigen", "EigenBlock", "Group", "KroneckerBlock", "Settings", "TiedBlock", "UnitBlock"]

@@ -277,7 +277,7 @@ class Block(ABC):
 
     # --- step
 
-    learns: ClassVar[bool] = False  # whether it wants to see the gradients of every step
+    learns = False  # whether it wants to see the gradients of every step
 
     def learn(self, gradients: tuple[Tensor, ...], group: Group) -> None:
         """See the gradients of a step that is about to be taken, one a parameter, before its direction is asked for."""

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from rkfac.curvature.block.base import Block, Group, Settings
 from rkfac.curvature.block.direction import Direction
-from rkfac.curvature.factor import DenseFactor, DiagonalFactor, Factor, IdentityFactor
+from rkfac.curvature.factor import DenseFactor, DiagonalFactor, Factor, IdentityFactor, Refreshed
 from rkfac.curvature.following import Follower, Origin, few
 from rkfac.layers.base import KroneckerAdapter, Use, statistics_dtype
 from rkfac.linalg import (
     SAFE,
     Itself,
+    Multipliers,
     Part,
     Preconditioner,
     Rowwise,
@@ -76,7 +77,7 @@ class KroneckerBlock(Block):
 
     def width(self, use: Use) -> int:
         """Outputs of all groups."""
-        return math.prod(_kronecker(use).output_shape(use.module))
+        return math.prod(kronecker_of(use).output_shape(use.module))
 
     def wants(self, side: str) -> bool:
         """Whether rows of one side are collected."""
@@ -85,7 +86,7 @@ class KroneckerBlock(Block):
     def collect(self, use: Use, x: Tensor, g: Tensor) -> int:
         """Rows of this call join what is pending, the same ones on both sides."""
         of_inputs, of_gradients = self.pending.of(use).moments
-        adapter, module, sharing = _kronecker(use), use.module, self.settings.weight_sharing
+        adapter, module, sharing = kronecker_of(use), use.module, self.settings.weight_sharing
         rows = adapter.count(module, g, sharing)
         drawn, weight = self.draw(rows, g.device)
         if self.wants("output"):
@@ -109,11 +110,14 @@ class KroneckerBlock(Block):
         made = []
         for side, own, other in (("input", self.input, self.output), ("output", self.output, self.input)):
             in_force = rule.in_force(damping, own, other)
-            made.append(
-                own.refresh(self.settings.request(group, self.name, side, self.version, in_force, self._affordable))
-            )
+            request = self.settings.request(group, self.name, side, self.version, in_force, self._affordable)
+            made.append(self._adopted(own.refresh(request)))
         for factor, refreshed in zip((self.input, self.output), made, strict=True):
             factor.adopt(refreshed)
+
+    def _adopted(self, refreshed: Refreshed[Any]) -> Refreshed[Any]:
+        """What is used of a finished decomposition."""
+        return refreshed
 
     @property
     def _affordable(self) -> int | None:
@@ -129,12 +133,16 @@ class KroneckerBlock(Block):
         """The damped inverse, made once for a basis, a damping and a memory layout of the weight."""
         key = (self.version, float(group["damping"]), self.weight.device, self.weight.stride())
         if self._prepared is None or self._prepared[0] != key:
-            multipliers = self.settings.damping.multipliers(key[1], self.input, self.output)
+            multipliers = self._multipliers(key[1])
             low, columns = self.input.low, self.adapter.columns(self.module)
             if columns is not None:
                 low = low.permuted(torch.cat([columns, columns.new_tensor([len(columns)])]) if self.bias else columns)
             self._prepared = (key, preconditioner(low, self.output.low, multipliers))
         return self._prepared[1]
+
+    def _multipliers(self, damping: float) -> Multipliers:
+        """What the damped inverse does to the four blocks of a gradient."""
+        return self.settings.damping.multipliers(damping, self.input, self.output)
 
     def direction(
         self, gradients: tuple[Tensor, ...], group: Group, spend: bool = False, origin: Origin | None = None
@@ -270,14 +278,22 @@ class KroneckerBlock(Block):
     def multiply(self, change: tuple[Tensor, ...], group: Group) -> tuple[Tensor, ...]:
         """(G + l) D (A + l) for the factored rules, G D A + l D for the product rule."""
         self._follow()
-        dtype = statistics_dtype(self.weight)
-        D = self.adapter.matrix(self.module, change[0]).to(dtype)
-        if self.bias:
-            D = torch.cat([D, self.adapter.vector(self.module, change[1]).to(dtype)[..., None]], dim=-1)
-        F = self.settings.damping.multiply(D, group["damping"], self.input, self.output)
+        F = self._curved(self._joined(change), group["damping"])
         if not self.bias:
             return (self.adapter.tensor(self.module, F),)
         return self.adapter.tensor(self.module, F[..., :-1]), F[..., -1].reshape(change[1].shape)
+
+    def _joined(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        """One tensor a parameter as a matrix, the bias being its last column."""
+        dtype = statistics_dtype(self.weight)
+        matrix = self.adapter.matrix(self.module, tensors[0]).to(dtype)
+        if not self.bias:
+            return matrix
+        return torch.cat([matrix, self.adapter.vector(self.module, tensors[1]).to(dtype)[..., None]], dim=-1)
+
+    def _curved(self, D: Tensor, damping: float) -> Tensor:
+        """The damped curvature times a matrix."""
+        return self.settings.damping.multiply(D, damping, self.input, self.output)
 
     def facts(self, group: Group) -> dict[str, Any]:
         """Sizes, ranks, captured trace, dampings."""
@@ -293,7 +309,8 @@ class KroneckerBlock(Block):
         return facts
 
 
-def _kronecker(use: Use) -> KroneckerAdapter:
+def kronecker_of(use: Use) -> KroneckerAdapter:
+    """Its adapter, known to be of this kind."""
     assert isinstance(use.adapter, KroneckerAdapter)  # or another block would serve it
     return use.adapter
 
