@@ -12,8 +12,10 @@ from rkfac.curvature import (
     Nystrom,
 )
 from rkfac.optim import (
+    BKFAC,
     KFAC,
     RSKFAC,
+    SKFAC,
     SREKFAC,
     LayerReport,
     LevenbergMarquardt,
@@ -27,9 +29,11 @@ from rkfac.optim import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "BKFAC",
     "KFAC",
     "RSKFAC",
     "RSVD",
+    "SKFAC",
     "SREKFAC",
     "SREVD",
     "Auto",

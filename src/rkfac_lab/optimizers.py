@@ -24,6 +24,8 @@ CLASSES = {
     "k-fac": "rkfac:KFAC",
     "rs-kfac": "rkfac:RSKFAC",
     "sre-kfac": "rkfac:SREKFAC",
+    "b-kfac": "rkfac:BKFAC",
+    "skfac": "rkfac:SKFAC",
     "sgd": "torch.optim:SGD",
     "adamw": "torch.optim:AdamW",
     "muon": "rkfac_lab.muon:muon",

@@ -52,5 +52,13 @@ OPTIMIZERS: dict[str, Enrolled] = {
     "graft-adamw": Enrolled(_adamw_length, lacks=frozenset({"momentum"})),
     "input-side": Enrolled(partial(stated.RSKFAC, sides="input", **SMALL)),
     "output-side": Enrolled(partial(stated.RSKFAC, sides="output", **SMALL)),
+    # A rank for which the suite's batches leave some factors online and others dense.
+    "BKFAC": Enrolled(partial(stated.BKFAC, rank=4, oversampling=1)),
+    "BKFAC-backward": Enrolled(partial(stated.BKFAC, rank=4, oversampling=1, **{"apply": "backward"})),
+    "BKFAC-b-r-c": Enrolled(
+        partial(stated.BKFAC, variant="b-r-c", overwrite_every=2, correct_every=2, rank=4, oversampling=1)
+    ),
+    "SKFAC": Enrolled(stated.SKFAC, lacks=frozenset({"rank"})),
+    "SKFAC-moments": Enrolled(partial(stated.SKFAC, averaging="moments", rank=4)),
     "paper": Enrolled(partial(rkfac.RSKFAC, **{**rkfac.paper_defaults(), **SMALL})),
 }

@@ -33,3 +33,5 @@ STATED: dict[str, Any] = {
 KFAC = partial(rkfac.KFAC, graft="sgd", **STATED)
 RSKFAC = partial(rkfac.RSKFAC, graft="sgd", **STATED)
 SREKFAC = partial(rkfac.SREKFAC, graft="sgd", **STATED)
+BKFAC = partial(rkfac.BKFAC, graft="sgd", apply="step", **STATED)
+SKFAC = partial(rkfac.SKFAC, graft="sgd", **STATED)

@@ -1,7 +1,7 @@
 """Low-rank linear algebra of symmetric positive semi-definite matrices: pure functions and frozen values over tensors."""
 
 from rkfac.linalg.checks import DecompositionError
-from rkfac.linalg.exact import eigh
+from rkfac.linalg.exact import eigh, of_columns
 from rkfac.linalg.host import at_once
 from rkfac.linalg.kronecker import Preconditioner, Seer, Solution, preconditioner
 from rkfac.linalg.lowrank import LowRank
@@ -39,6 +39,7 @@ __all__ = [
     "factored",
     "inverse_error",
     "nystrom",
+    "of_columns",
     "online_update",
     "orthonormal",
     "peak",

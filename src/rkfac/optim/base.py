@@ -114,12 +114,14 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         """The block that serves a layer, or why none does."""
         for kind in type(adapter).__mro__:
             if kind in self.block_types:
-                return self.block_types[kind](name, module, adapter, self._settings)
+                block = self.block_types[kind](name, module, adapter, self._settings)
+                return self._choice.too_wide(block.widest(self._group(block))) or block
         return f"{type(self).__name__} has no curvature for {type(module).__name__}"
 
     def _extend(self) -> None:
         """Give a block to every layer that can have one and has none yet."""
         assert self._capture is not None
+        self._regroup()
         found = cover(self._model, self._choice, self._make_block, self._all_parameters(), self._blocks.keys())
         for block in found.blocks.values():
             self._capture.attach(block)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from rkfac.curvature.block import Block
-from rkfac.layers import Adapter, KroneckerAdapter, Uncovered, adapter_for, known_classes, own_parameters
+from rkfac.layers import Adapter, Uncovered, adapter_for, known_classes, own_parameters
 
 MakeBlock = Callable[[str, nn.Module, Adapter], Block | str]
 
@@ -49,6 +49,12 @@ class Choice:
             return "not among the included patterns"
         return "excluded by pattern" if _matches(name, module, self.exclude) else ""
 
+    def too_wide(self, widest: int) -> str:
+        """Why a layer whose widest factor is a matrix of this width gets no block, or an empty string."""
+        if widest <= self.max_factor_dim:
+            return ""
+        return f"a factor would be {widest} x {widest} ({4e-9 * widest**2:.1f} GB); raise max_factor_dim to allow it"
+
 
 def cover(
     model: nn.Module,
@@ -76,7 +82,7 @@ def cover(
         elif isinstance(adapter, Uncovered):
             reason = choice.refusal(name, module) or adapter.reason
         else:
-            reason = choice.refusal(name, module) or _unfit(adapter, module, own, ids, owners, choice.max_factor_dim)
+            reason = choice.refusal(name, module) or _unfit(own, ids, owners)
         made = reason if reason or isinstance(adapter, Uncovered) else make(name, module, adapter)
         if isinstance(made, Block):
             found.blocks[name] = made
@@ -85,14 +91,7 @@ def cover(
     return found
 
 
-def _unfit(
-    adapter: Adapter,
-    module: nn.Module,
-    own: dict[str, nn.Parameter],
-    ids: set[int],
-    owners: Counter[int],
-    max_factor_dim: int,
-) -> str:
+def _unfit(own: dict[str, nn.Parameter], ids: set[int], owners: Counter[int]) -> str:
     """Why a module with an adapter stays with the fallback rule, or an empty string."""
     if any(owners[id(p)] > 1 for p in own.values()):
         return "its weight is tied to another module's"
@@ -100,14 +99,6 @@ def _unfit(
         return "its weight is not among the optimizer's parameters"
     if own["weight"].is_complex():
         return "complex weights are not supported"
-    if isinstance(adapter, KroneckerAdapter):
-        widest = adapter.output_shape(module)[-1]
-        if not adapter.diagonal_input():
-            widest = max(widest, adapter.input_shape(module, adapter.has_bias(module))[-1])
-        if widest > max_factor_dim:
-            return (
-                f"a factor would be {widest} x {widest} ({4e-9 * widest**2:.1f} GB); raise max_factor_dim to allow it"
-            )
     return ""
 
 

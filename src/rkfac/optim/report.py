@@ -25,6 +25,8 @@ class LayerReport:
     parameters: int = 0
     input_dim: int | None = None
     output_dim: int | None = None
+    kept_input: str | None = None  # "dense", "diagonal", "identity", "online" or "columns": how a factor is kept
+    kept_output: str | None = None
     rank_input: int | None = None
     rank_output: int | None = None
     captured_input: float | None = None
