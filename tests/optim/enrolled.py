@@ -54,7 +54,7 @@ OPTIMIZERS: dict[str, Enrolled] = {
     "output-side": Enrolled(partial(stated.RSKFAC, sides="output", **SMALL)),
     # A rank for which the suite's batches leave some factors online and others dense.
     "BKFAC": Enrolled(partial(stated.BKFAC, rank=4, oversampling=1)),
-    "BKFAC-backward": Enrolled(partial(stated.BKFAC, rank=4, oversampling=1, **{"apply": "backward"})),
+    "BKFAC-backward": Enrolled(partial(stated.BKFAC, rank=4, oversampling=1, apply="backward")),
     "BKFAC-b-r-c": Enrolled(
         partial(stated.BKFAC, variant="b-r-c", overwrite_every=2, correct_every=2, rank=4, oversampling=1)
     ),
