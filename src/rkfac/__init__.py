@@ -12,9 +12,11 @@ from rkfac.curvature import (
     Nystrom,
 )
 from rkfac.optim import (
+    BKFAC,
     EKFAC,
     KFAC,
     RSKFAC,
+    SKFAC,
     SREKFAC,
     LayerReport,
     LevenbergMarquardt,
@@ -28,10 +30,12 @@ from rkfac.optim import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "BKFAC",
     "EKFAC",
     "KFAC",
     "RSKFAC",
     "RSVD",
+    "SKFAC",
     "SREKFAC",
     "SREVD",
     "Auto",

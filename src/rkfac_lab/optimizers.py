@@ -25,6 +25,8 @@ CLASSES = {
     "rs-kfac": "rkfac:RSKFAC",
     "sre-kfac": "rkfac:SREKFAC",
     "ek-fac": "rkfac:EKFAC",
+    "b-kfac": "rkfac:BKFAC",
+    "skfac": "rkfac:SKFAC",
     "sgd": "torch.optim:SGD",
     "adamw": "torch.optim:AdamW",
     "muon": "rkfac_lab.muon:muon",

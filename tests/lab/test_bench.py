@@ -297,8 +297,24 @@ def test_the_scaling_command_measures_and_does_not_extrapolate(tmp_path: Path) -
     assert {r["width"] for r in content["results"] if r["method"] == scaling.EXACT} == {16}
     assert content["exponents"][scaling.EXACT] == dict.fromkeys(scaling.PARTS)
     assert content["exponents"]["RS-KFAC (paper)"]["refresh"] is not None
+    assert {r["method"] for r in content["results"]} == set(scaling.METHODS)
     assert out.with_suffix(".png").stat().st_size > 1000
     assert out.with_suffix(".svg").exists()
+
+
+def test_methods_at_work_in_the_backward_pass_are_measured_by_whole_steps() -> None:
+    """Application beyond SGD's step, refresh beyond a plain one."""
+
+    class Timed:
+        name = "B-KFAC (paper)"
+
+        def __init__(self, **seconds: list[float]) -> None:
+            self.seconds = seconds.__getitem__
+
+    measured = scaling._beyond(64, Timed(plain=[3.0, 3.5, 4.0], refresh=[9.5]), Timed(plain=[1.0, 2.0, 2.5]))  # type: ignore[arg-type]
+    assert measured.application.median == 1.5
+    assert measured.refresh.median == 6.0
+    assert scaling.exponent([1024, 2048], [0.0, 1.0]) is None
 
 
 # --- statistics and decompositions

@@ -67,5 +67,13 @@ OPTIMIZERS: dict[str, Enrolled] = {
         partial(stated.EKFAC, moments="running", **SMALL), lacks=frozenset({"rank"}), forgets={"carry": False}
     ),
     "EKFAC-SOAP": Enrolled(_soap, lacks=frozenset({"momentum", "kl_clip"}), forgets={"carry": False}),
+    # A rank for which the suite's batches leave some factors online and others dense.
+    "BKFAC": Enrolled(partial(stated.BKFAC, rank=4, oversampling=1)),
+    "BKFAC-backward": Enrolled(partial(stated.BKFAC, rank=4, oversampling=1, apply="backward")),
+    "BKFAC-b-r-c": Enrolled(
+        partial(stated.BKFAC, variant="b-r-c", overwrite_every=2, correct_every=2, rank=4, oversampling=1)
+    ),
+    "SKFAC": Enrolled(stated.SKFAC, lacks=frozenset({"rank"})),
+    "SKFAC-moments": Enrolled(partial(stated.SKFAC, averaging="moments", rank=4)),
     "paper": Enrolled(partial(rkfac.RSKFAC, **{**rkfac.paper_defaults(), **SMALL})),
 }

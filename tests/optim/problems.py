@@ -129,8 +129,17 @@ def assert_moved(model: nn.Module, start: dict[str, Tensor]) -> None:
 
 
 def average(state: dict[str, Any]) -> Tensor:
-    """A running factor from its saved state: 2^exponent * value + identity * I, or the diagonal alone."""
+    """A running factor from its saved state: 2^exponent * value + identity * I, or the diagonal alone.
+
+    Of eigenpairs or of columns, where these are what is kept.
+    """
+    if "s" in state:  # eigenpairs
+        U = state["value"]
+        return (U * state["s"].to(U)) @ U.mT + state["identity"] * torch.eye(len(U), dtype=U.dtype)
     saved, unit = state["value"], 2.0 ** (0 if math.isinf(state["level"]) else math.ceil(state["level"]))
+    if "slots" in state:
+        C = saved * unit
+        return C.mT @ C + state["identity"] * torch.eye(C.shape[-1], dtype=C.dtype)
     if saved.ndim == 1:
         return saved * unit + state["identity"]
     d = min(saved.shape[-1], 2 * saved.shape[-2])

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -63,6 +63,14 @@ class Decomposition(ABC):
         """Whether the full eigendecomposition would take less time, by a fixed model."""
         return False
 
+    def most(self, rank: int | str) -> int | None:
+        """The most eigenpairs it keeps under a group's rank; None: it knows no bound."""
+        return rank if isinstance(rank, int) else None
+
+    def trimmed(self, low: LowRank, request: Request) -> LowRank:
+        """Eigenpairs that are known already, cut to those that are asked for."""
+        return low
+
 
 @dataclass(frozen=True)
 class Exact(Decomposition):
@@ -115,6 +123,30 @@ class _Sketched(Decomposition):
         power_iterations = request.power_iterations if self.power_iterations is None else self.power_iterations
         return exact_is_cheaper(request.X.shape[-1], rank + oversampling, power_iterations)
 
+    def most(self, rank: int | str) -> int | None:
+        """Its own rank or the group's, and `max_rank` where that is automatic."""
+        return super().most(rank if self.rank is None else self.rank) or self.max_rank
+
+    def trimmed(self, low: LowRank, request: Request) -> LowRank:
+        """To the rank, or to what the damping leaves visible."""
+        rank = request.rank if self.rank is None else self.rank
+        if isinstance(rank, int):
+            return low.truncate(rank)
+        if low.s.ndim > 1:  # ranks would differ between the groups
+            return low
+        damping = request.damping * (float(low.s[0]) + request.offset) if request.relative else request.damping
+        known_rest: dict[str, Any] = {} if low.tail is None else {"trace": float(low.trace()), "d": low.dim}
+        enough = linalg.sufficient_rank(low.s, request.offset + damping, self._share(request), **known_rest)
+        return low.truncate(min(enough, self._ceiling(request) or low.dim))
+
+    def _share(self, request: Request) -> float:
+        """A mode that changes the inverse by so much changes another power of the matrix by `share`."""
+        return min(1 - (1 - self.share) ** (-1 / request.power), 1 - 1e-9)
+
+    def _ceiling(self, request: Request) -> int | None:
+        """Of an automatic rank."""
+        return min((most for most in (self.max_rank, request.affordable) if most is not None), default=None)
+
     def decompose(self, request: Request) -> LowRank:
         """Sketch the matrix, from the previous basis where a warm start is wanted."""
         rank = request.rank if self.rank is None else self.rank
@@ -142,9 +174,8 @@ class _Sketched(Decomposition):
             request.damping,
             method=method,
             relative=request.relative,
-            # A mode that changes the inverse by so much changes another power of the matrix by `share`.
-            share=min(1 - (1 - self.share) ** (-1 / request.power), 1 - 1e-9),
-            max_rank=min((most for most in (self.max_rank, request.affordable) if most is not None), default=None),
+            share=self._share(request),
+            max_rank=self._ceiling(request),
             exact_if_cheaper=True,
             oversampling=oversampling,
             power_iterations=power_iterations,
@@ -202,3 +233,11 @@ class Auto(Decomposition):
         d = request.X.shape[-1]
         exact = self.large.exact_is_cheaper(request) if self.exact_up_to is None else d <= self.exact_up_to
         return (Exact() if exact else self.large).decompose(request)
+
+    def most(self, rank: int | str) -> int | None:
+        """What `large` keeps."""
+        return self.large.most(rank)
+
+    def trimmed(self, low: LowRank, request: Request) -> LowRank:
+        """As `large` does."""
+        return self.large.trimmed(low, request)

@@ -162,6 +162,8 @@ class Moment:
     Rows are kept while they take no more memory than their sum (or little of it), and summed up from then on.
     """
 
+    wants_rows = False  # whether rows are needed even where their sum is had faster without
+
     def __init__(self) -> None:
         self.scale = 1.0  # what turns the sum into the factor, set by `Statistics.settle`
         self._kept: list[_Rows] = []
@@ -178,8 +180,7 @@ class Moment:
         may change before the step, as an input buffer used again or an output gradient that became some .grad does.
         """
         self._elements += rows.numel()
-        room = rows.shape[:-2].numel() * strip_elements(rows.shape[-1])
-        if self._sum is None and self._elements <= max(room, SMALL):
+        if self._sum is None and self._keeps(rows):
             owned = source is not None and not _share_memory(rows, source)
             self._kept.append(_Rows(rows if owned else rows.clone(), weight))
             return
@@ -188,6 +189,10 @@ class Moment:
             chunk = max(1, CHUNK * part.rows.shape[-2] // part.rows.numel())
             for some in part.rows.split(chunk, dim=-2):
                 self._add_to_sum(some, part.weight)
+
+    def _keeps(self, rows: Tensor) -> bool:
+        """Whether rows are still worth keeping, these included."""
+        return self._elements <= max(rows.shape[:-2].numel() * strip_elements(rows.shape[-1]), SMALL)
 
     def _add_to_sum(self, rows: Tensor, weight: float) -> None:
         if self._sum is not None:
@@ -275,6 +280,34 @@ class JoinedMoment(Moment):
         if not self._moments:
             for strip in strips:
                 strip.mul_(keep)
+
+
+class RowsMoment(Moment):
+    """The rows themselves, for factors that are not matrices; with `most`, fewer than that, and their sum from there on."""
+
+    def __init__(self, most: int | None = None) -> None:
+        super().__init__()
+        self._most = most
+        self.wants_rows = most is None
+
+    def _keeps(self, rows: Tensor) -> bool:
+        return self._most is None or self._elements < self._most * math.prod(rows.shape[:-2]) * rows.shape[-1]
+
+    @property
+    def rows(self) -> int | None:
+        """How many are kept; None: they were summed up."""
+        return None if self._sum or self._finished else sum(part.rows.shape[-2] for part in self._kept)
+
+    @property
+    def dead(self) -> bool:
+        """Whether all rows were zero."""
+        return self._dead
+
+    def weighted(self) -> tuple[Tensor, float]:
+        """Rows C (..., n, d) with entries of about one and a number c: c C^T C is the scaled moment."""
+        exponent = max(part.exponent for part in self._kept)
+        parts = [part.rows * (2.0**-exponent * part.weight**0.5) for part in self._kept]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, -2), self.scale * 2.0 ** (2 * exponent)
 
 
 class DiagonalMoment(Moment):

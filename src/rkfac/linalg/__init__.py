@@ -2,7 +2,7 @@
 
 from rkfac.linalg.checks import DecompositionError
 from rkfac.linalg.energies import Energies
-from rkfac.linalg.exact import eigh
+from rkfac.linalg.exact import eigh, of_columns
 from rkfac.linalg.host import at_once
 from rkfac.linalg.kronecker import Preconditioner, Seer, Solution, preconditioner
 from rkfac.linalg.lowrank import LowRank
@@ -41,6 +41,7 @@ __all__ = [
     "factored",
     "inverse_error",
     "nystrom",
+    "of_columns",
     "online_update",
     "orthonormal",
     "peak",

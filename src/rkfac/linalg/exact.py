@@ -1,4 +1,4 @@
-"""Exact eigendecomposition, symmetrised."""
+"""Exact eigendecompositions: of a matrix, symmetrised, and of the square of thin columns."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from rkfac.linalg.checks import (
 )
 from rkfac.linalg.lowrank import LowRank
 from rkfac.linalg.operand import unscaled
+from rkfac.linalg.orthonormal import orthonormal
 from rkfac.linalg.scaling import magnitude, unit_scale
 from rkfac.linalg.shapes import Float
 
@@ -55,3 +56,21 @@ def eigh(
         raise DecompositionError(f"{name} is not positive semi-definite: its smallest eigenvalue is {least:.3g}")
     low = LowRank(U, s.clamp_min(0), s.new_zeros(s.shape[:-1]) if tail == "trace" else None)
     return unscaled(low if rank is None else low.truncate(rank), scale, name)
+
+
+def of_columns(C: Float[Tensor, "*batch d n"], tail: str = "zero", name: str = "the columns") -> LowRank:
+    """All eigenpairs of C C^T, min(d, n) of them, without that matrix: C = Q R and the SVD of R; O(d n^2 + n^3).
+
+    In the precision of C and not of its square. What is left out is zero, so that a "trace" tail is zero too.
+    """
+    require_tail(tail)
+    if C.ndim < 2 or C.shape[-1] == 0:
+        raise ValueError(f"{name} must have shape (d, n) with at least one column, got {tuple(C.shape)}")
+    peak = magnitude(C, (-2, -1))[..., 0, 0]
+    require_finite(peak, name)
+    unit = unit_scale(peak)
+    C = C * unit[..., None, None]
+    Q, R = orthonormal(C, name) if C.shape[-1] <= C.shape[-2] else lapack.qr(C, name)
+    left, sigma = lapack.left_singular(R, name)
+    s = (sigma.double() / unit.double()[..., None]).square()
+    return LowRank(Q @ left, s, s.new_zeros(s.shape[:-1]) if tail == "trace" else None)

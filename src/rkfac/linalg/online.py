@@ -9,6 +9,7 @@ from rkfac.linalg import lapack
 from rkfac.linalg.checks import require_finite, require_positive
 from rkfac.linalg.lowrank import LowRank
 from rkfac.linalg.operand import Operand, unscaled
+from rkfac.linalg.orthonormal import orthonormal
 from rkfac.linalg.scaling import unit_scale
 from rkfac.linalg.shapes import Float
 
@@ -52,12 +53,13 @@ def online_update(
 def _complement(U: Tensor, remainder: Tensor, size: Tensor, name: str) -> Tensor:
     """Orthonormal basis of what the new columns add to span(U): directions above rounding only, orthogonal to U."""
     room = U.shape[0] - U.shape[1]
-    Q, R = lapack.qr(remainder, name)
+    thin = remainder.shape[1] <= remainder.shape[0]
+    Q, R = orthonormal(remainder, name) if thin else lapack.qr(remainder, name)
     left, sigma = lapack.left_singular(R, name)
     rounding = 10 * U.shape[0] ** 0.5 * torch.finfo(U.dtype).eps * size
     Q = (Q @ left)[:, : min(int((sigma > rounding).sum()), room)]
     for _ in range(2):  # twice is enough: Q was orthogonal to U only up to rounding / sigma
-        Q, _ = lapack.qr(Q - U @ (U.mT @ Q), name)
+        Q, _ = orthonormal(Q - U @ (U.mT @ Q), name)
     return Q
 
 

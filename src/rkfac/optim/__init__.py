@@ -1,15 +1,19 @@
 """The optimizers: torch.optim.Optimizer shells around blocks of curvature."""
 
 from rkfac.optim.adaptive import LevenbergMarquardt
+from rkfac.optim.bkfac import BKFAC
 from rkfac.optim.ekfac import EKFAC
 from rkfac.optim.kfac import KFAC, RSKFAC, SREKFAC
 from rkfac.optim.presets import classical_defaults, paper_defaults, paper_schedules, recipe
 from rkfac.optim.report import LayerReport, Spectra
+from rkfac.optim.skfac import SKFAC
 
 __all__ = [
+    "BKFAC",
     "EKFAC",
     "KFAC",
     "RSKFAC",
+    "SKFAC",
     "SREKFAC",
     "LayerReport",
     "LevenbergMarquardt",

@@ -114,13 +114,16 @@ class CurvatureOptimizer(torch.optim.Optimizer):
     def _make_block(self, uses: Sequence[Use], adapter: Adapter) -> Block | Uncovered:
         for kind in type(adapter).__mro__[: 1 if adapter.unlike_its_ancestors else None]:
             if kind in self.block_types:
-                return self.block_types[kind](uses, adapter, self._settings)
+                block = self.block_types[kind](uses, adapter, self._settings)
+                too_wide = self._choice.too_wide(block.widest(self._group(block)))
+                return Uncovered(too_wide) if too_wide else block
         kinds = " and ".join(sorted({type(use.module).__name__ for use in uses}))
         return Uncovered(f"{type(self).__name__} has no block for a weight of {kinds} layers")
 
     def _extend(self) -> None:
         """Give a block to every layer that can have one and has none yet."""
         assert self._capture is not None
+        self._regroup()
         found = cover(self._model, self._choice, self._make_block, self._all_parameters(), self._blocks)
         for block in found.blocks.values():
             self._capture.attach(block)

@@ -15,7 +15,6 @@ from torch.nn.parameter import UninitializedParameter
 from rkfac.curvature.block import Block
 from rkfac.layers import (
     Adapter,
-    KroneckerAdapter,
     Uncovered,
     Use,
     is_container,
@@ -70,6 +69,12 @@ class Choice:
             return "not among the included patterns"
         return "excluded by pattern" if any(_matches(name, module, self.exclude) for module in modules) else ""
 
+    def too_wide(self, widest: int) -> str:
+        """Why a layer whose widest factor is a matrix of this width gets no block, or an empty string."""
+        if widest <= self.max_factor_dim:
+            return ""
+        return f"a factor would be {widest} x {widest} ({4e-9 * widest**2:.1f} GB); raise max_factor_dim to allow it"
+
 
 def cover(
     model: nn.Module,
@@ -94,7 +99,7 @@ def cover(
             continue
         refused = (choice.refusal(use.name, use.module, use.called) for use in shared)
         reason = next(filter(None, refused), "")
-        made: Block | Uncovered = Uncovered(reason) if reason else _made(adapter, shared, make, ids, owners, choice)
+        made: Block | Uncovered = Uncovered(reason) if reason else _made(adapter, shared, make, ids, owners)
         if isinstance(made, Block):
             found.blocks[name] = made
         else:
@@ -109,12 +114,11 @@ def _made(
     make: MakeBlock,
     ids: set[int],
     owners: Counter[int],
-    choice: Choice,
 ) -> Block | Uncovered:
     """A weight's block, if it can have one."""
     if isinstance(adapter, Uncovered):
         return adapter
-    reason = _unfit(adapter, uses, ids, owners, choice.max_factor_dim)
+    reason = _unfit(adapter, uses, ids, owners)
     return Uncovered(reason) if reason else make(uses, adapter)
 
 
@@ -169,7 +173,7 @@ def _left_out(
     return found
 
 
-def _unfit(adapter: Adapter, uses: Sequence[Use], ids: set[int], owners: Counter[int], max_factor_dim: int) -> str:
+def _unfit(adapter: Adapter, uses: Sequence[Use], ids: set[int], owners: Counter[int]) -> str:
     """Why a weight with an adapter stays with the fallback rule, or an empty string."""
     module, weight = uses[0].module, uses[0].weight
     if owners[id(weight)] > len(uses):
@@ -181,15 +185,6 @@ def _unfit(adapter: Adapter, uses: Sequence[Use], ids: set[int], owners: Counter
         return "its weight is not among the optimizer's parameters"
     if weight.is_complex():
         return "complex weights are not supported"
-    if isinstance(adapter, KroneckerAdapter):
-        widest = adapter.output_shape(module)[-1]
-        if not adapter.diagonal_input():
-            with_bias = len(uses) == 1 and adapter.has_bias(module)
-            widest = max(widest, adapter.input_shape(module, with_bias)[-1])
-        if widest > max_factor_dim:
-            return (
-                f"a factor would be {widest} x {widest} ({4e-9 * widest**2:.1f} GB); raise max_factor_dim to allow it"
-            )
     return ""
 
 

@@ -33,6 +33,16 @@ STARTS = {
 }
 
 
+def needs_plain_gradients(graft: Any = "sgd", damping_rule: Any = "factored", adaptive_damping: Any = None) -> str:
+    """What of these keeps gradients from being preconditioned in the backward pass, or an empty string."""
+    why = {
+        "graft='adamw', whose moments are those of plain gradients": graft == "adamw",
+        "damping_rule='product', which does not act on each side alone": damping_rule == "product",
+        "adaptive_damping, which compares with plain gradients": adaptive_damping is not None,
+    }
+    return next((what for what, asked in why.items() if asked), "")
+
+
 class KFAC(CurvatureOptimizer):
     """K-FAC: S = (Gamma + l I)^-1 J (A + l I)^-1 for each layer, by the exact eigendecomposition or any other.
 
@@ -151,15 +161,8 @@ class KFAC(CurvatureOptimizer):
         check_choice("loss_average", loss_average, ("batch", "tokens", "sum"))
         check_choice("graft", graft, tuple(GRAFTS))
         check_choice("apply", apply, ("step", "backward"))
-        if apply == "backward":
-            why = {
-                "graft='adamw', whose moments are those of plain gradients": graft == "adamw",
-                "damping_rule='product', which does not act on each side alone": damping_rule == "product",
-                "adaptive_damping, which compares with plain gradients": adaptive_damping is not None,
-            }
-            for what, asked in why.items():
-                if asked:
-                    raise ValueError(f"apply='backward' does not go with {what}: leave one of them away")
+        if apply == "backward" and (what := needs_plain_gradients(graft, damping_rule, adaptive_damping)):
+            raise ValueError(f"apply='backward' does not go with {what}: leave one of them away")
         check_choice("fallback", fallback, ("sgd", "adamw", None))
         check_choice("relative_to", relative_to, ("mean", "largest", None))
         check_power(power, kl_clip, adaptive_damping is not None)

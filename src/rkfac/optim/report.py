@@ -26,6 +26,8 @@ class LayerReport:
     shared_with: tuple[str, ...] = ()  # other layers that own the same weight, preconditioned with it
     input_dim: int | None = None
     output_dim: int | None = None
+    kept_input: str | None = None  # "dense", "diagonal", "identity", "online" or "columns": how a factor is kept
+    kept_output: str | None = None
     rank_input: int | None = None
     rank_output: int | None = None
     captured_input: float | None = None

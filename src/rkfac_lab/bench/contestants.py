@@ -72,6 +72,8 @@ def _choices(problem: Problem) -> dict[str, tuple[type[rkfac.KFAC], dict[str, An
         "RS-KFAC (paper)": (rkfac.RSKFAC, paper),
         "SRE-KFAC (paper)": (rkfac.SREKFAC, paper),
         "K-FAC (paper)": (rkfac.KFAC, paper),
+        "B-KFAC (default)": (rkfac.BKFAC, default),
+        "B-KFAC (paper)": (rkfac.BKFAC, paper),
     }
     if "apply" in inspect.signature(rkfac.KFAC).parameters:
         choices["RS-KFAC (default, backward)"] = (rkfac.RSKFAC, {**default, "apply": "backward"})

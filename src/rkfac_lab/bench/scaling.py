@@ -1,6 +1,9 @@
 """`rkfac bench scaling`: seconds of refresh and application against the width of one square Linear layer.
 
-Application is all that optimizer.step() does on a plain step. The exponents are slopes of a line through the measured
+Application is all that optimizer.step() does on a plain step. A method that works elsewhere too, in the backward pass or
+while it collects statistics (`ELSEWHERE`), is measured by whole steps instead: application is what a plain step takes
+longer than SGD's, refresh what a refresh step, which collects statistics as well, takes longer than a plain one.
+The exponents are slopes of a line through the measured
 points, logarithm against logarithm; what was not measured is not extrapolated. Averages have seen more rows than the
 layer is wide before anything is timed: LAPACK is faster on matrices of low rank.
 """
@@ -9,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -17,6 +21,7 @@ from torch import nn
 
 from rkfac_lab.bench import streams
 from rkfac_lab.bench.contestants import chosen
+from rkfac_lab.bench.entrant import Entrant
 from rkfac_lab.bench.outcome import MEDIANS, outcome
 from rkfac_lab.bench.problems import Problem
 from rkfac_lab.bench.step import race
@@ -24,7 +29,9 @@ from rkfac_lab.bench.timing import Spread
 
 WIDTHS = (1024, 2048, 4096, 8192)
 EXACT = "K-FAC (paper)"
-METHODS = (EXACT, "RS-KFAC (paper)", "SRE-KFAC (paper)")
+ELSEWHERE = ("B-KFAC (paper)",)
+METHODS = (EXACT, "RS-KFAC (paper)", "SRE-KFAC (paper)", *ELSEWHERE)
+BASELINE = "SGD"
 PARTS = ("refresh", "application", "both")
 BATCH = 256
 
@@ -71,19 +78,34 @@ def run(
     for width in widths:
         layer = problem(width, rank)
         everyone = chosen(layer, METHODS)
-        methods = {name: everyone[name] for name in METHODS if name != EXACT or width <= exact_up_to}
-        for entrant in race(layer, methods, rounds, progress):
-            refresh = Spread.of(entrant.phases["refresh"]["refresh"])
-            plain = entrant.phases["plain"]
-            # The last product may be formed where it is added to the weight, so that the two are not told apart.
-            steps = [sum(pair) for pair in zip(plain["application"], plain["update"], strict=True)]
-            rows.append(Measurement(width, entrant.name, refresh, Spread.of(steps)))
+        taking_part = (BASELINE, *(name for name in METHODS if name != EXACT or width <= exact_up_to))
+        sgd, *others = race(layer, {name: everyone[name] for name in taking_part}, rounds, progress)
+        rows += [_beyond(width, one, sgd) if one.name in ELSEWHERE else _timed(width, one) for one in others]
     return rows
 
 
+def _timed(width: int, entrant: Entrant) -> Measurement:
+    """By what the blocks of curvature count."""
+    plain = entrant.phases["plain"]
+    # The last product may be formed where it is added to the weight, so that the two are not told apart.
+    steps = [sum(pair) for pair in zip(plain["application"], plain["update"], strict=True)]
+    return Measurement(width, entrant.name, Spread.of(entrant.phases["refresh"]["refresh"]), Spread.of(steps))
+
+
+def _beyond(width: int, entrant: Entrant, sgd: Entrant) -> Measurement:
+    """By whole steps, beyond SGD's and beyond plain ones."""
+    plain, refreshing = entrant.seconds("plain"), entrant.seconds("refresh")
+    unit, own = median(sgd.seconds("plain")), median(plain)
+    beyond = Spread.of([step - unit for step in plain])
+    return Measurement(width, entrant.name, Spread.of([step - own for step in refreshing]), beyond)
+
+
 def exponent(widths: Sequence[float], seconds: Sequence[float]) -> float | None:
-    """The power of the width that fits best in the least squares of the logarithms; None for a single width."""
-    if len(set(widths)) < 2:
+    """The power of the width that fits best in the least squares of the logarithms.
+
+    None for a single width, and where a difference of measurements came out as nothing or less.
+    """
+    if len(set(widths)) < 2 or min(seconds) <= 0:
         return None
     return float(np.polyfit(np.log(widths), np.log(seconds), 1)[0])
 
@@ -115,7 +137,11 @@ def table(rows: Sequence[Measurement]) -> Table:
             cells = ["-" if row is None else str(getattr(row, part)) for row in here]
             shown.add_row(part, method, *cells, "-" if slope is None else f"{slope:.2f}")
         shown.add_section()
-    shown.caption = f"{MEDIANS}; application: step() of a plain step; exponent: fitted; -: not measured"
+    shown.caption = (
+        f"{MEDIANS}; application: step() of a plain step; exponent: fitted; -: not measured, or nothing measurable. "
+        f"{', '.join(ELSEWHERE)}, at work in the backward pass and in its statistics too: application is what a whole plain "
+        "step takes beyond SGD's, refresh what a refresh step, statistics included, takes beyond a plain one"
+    )
     return shown
 
 

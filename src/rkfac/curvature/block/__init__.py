@@ -1,10 +1,23 @@
-"""One layer's curvature: the contract, and its kinds."""
+"""One weight's curvature: the contract, and its kinds."""
 
 from rkfac.curvature.block.base import Block, Group, Settings
 from rkfac.curvature.block.direction import Direction
 from rkfac.curvature.block.eigen import Eigen, EigenBlock
 from rkfac.curvature.block.kronecker import KroneckerBlock
+from rkfac.curvature.block.online import ColumnsBlock, OnlineBlock
 from rkfac.curvature.block.tied import TiedBlock
 from rkfac.curvature.block.unit import UnitBlock
 
-__all__ = ["Block", "Direction", "Eigen", "EigenBlock", "Group", "KroneckerBlock", "Settings", "TiedBlock", "UnitBlock"]
+__all__ = [
+    "Block",
+    "ColumnsBlock",
+    "Direction",
+    "Eigen",
+    "EigenBlock",
+    "Group",
+    "KroneckerBlock",
+    "OnlineBlock",
+    "Settings",
+    "TiedBlock",
+    "UnitBlock",
+]

@@ -148,6 +148,10 @@ class Block(ABC):
     def factors(self) -> Mapping[str, Factor[Any]]:
         """Its running factors by side."""
 
+    def widest(self, group: Group) -> int:
+        """Width of the widest matrix that it may come to form for a factor; 0: none."""
+        return max((factor.shape[-1] for factor in self.factors.values() if factor.square), default=0)
+
     @property
     def ready(self) -> bool:
         """Whether it has a basis to precondition with."""
@@ -245,10 +249,14 @@ class Block(ABC):
             )
             if finite:
                 self.rows = pending.tokens
-                for factor, moment in zip(self.factors.values(), pending.moments, strict=True):
-                    factor.take(moment, group["factor_decay"])
+                self.blend(group)
             self.discard()
             return finite
+
+    def blend(self, group: Group) -> None:
+        """The pending moments, which are settled and finite, enter the running averages."""
+        for factor, moment in zip(self.factors.values(), self.pending.moments, strict=True):
+            factor.take(moment, group["factor_decay"])
 
     # --- basis
 

@@ -46,14 +46,18 @@ class KroneckerBlock(Block):
 
     def _make(self) -> None:
         """A factor for each side."""
-        like = torch.empty(0, dtype=statistics_dtype(self.weight), device=self.weight.device)
-        self.input: Factor[Any] = self._factor("input", self.adapter.input_shape(self.module, self.bias), like)
-        self.output: Factor[Any] = self._factor("output", self.adapter.output_shape(self.module), like)
+        self.input: Factor[Any] = self._factor("input", self.adapter.input_shape(self.module, self.bias), self._like)
+        self.output: Factor[Any] = self._factor("output", self.adapter.output_shape(self.module), self._like)
         self._prepared: tuple[tuple[Any, ...], Preconditioner] | None = None
         self._in_backward: bool | None = None  # not decided yet
         self._followed: tuple[Any, ...] | None = None  # what it was decided for whether rows are followed
         self._pinned: tuple[tuple[Any, ...], Rowwise | None] | None = None  # with the version and damping it is for
         self.rowwise, self.natural, self.follower = None, False, None
+
+    @property
+    def _like(self) -> Tensor:
+        """Where factors are, and in which precision."""
+        return torch.empty(0, dtype=statistics_dtype(self.weight), device=self.weight.device)
 
     def _factor(self, side: str, shape: tuple[int, ...], like: Tensor) -> Factor[Any]:
         """What keeps the average of one side: a diagonal for one-hot inputs, nothing for a side that is left out."""
@@ -93,7 +97,8 @@ class KroneckerBlock(Block):
             of_gradients.add(adapter.output_rows(module, x, g, sharing, drawn), weight, source=g)
         if not self.wants("input"):
             return rows
-        finished = adapter.input_moment(module, x, self.bias, sharing) if drawn is None else None
+        by_rows = drawn is not None or of_inputs.wants_rows
+        finished = None if by_rows else adapter.input_moment(module, x, self.bias, sharing)
         if finished is not None:
             largest = peak(x).to(statistics_dtype(x))
             of_inputs.add_finished(finished, largest.clamp_min(1.0) if self.bias else largest)  # a bias's input is one
@@ -301,6 +306,7 @@ class KroneckerBlock(Block):
         for side, factor in self.factors.items():
             captured = factor.captured if factor.rank is not None else None
             facts[f"{side}_dim"] = factor.shape[-1]
+            facts[f"kept_{side}"] = factor.kind
             facts[f"rank_{side}"] = factor.rank
             facts[f"captured_{side}"] = None if captured is None else float(captured)
         if self.ready:

@@ -1,8 +1,20 @@
 """One running Kronecker factor: the contract, and its kinds."""
 
 from rkfac.curvature.factor.base import Factor, Refreshed, Start
+from rkfac.curvature.factor.columns import ColumnsFactor
 from rkfac.curvature.factor.dense import DenseFactor
 from rkfac.curvature.factor.diagonal import DiagonalFactor
 from rkfac.curvature.factor.identity import IdentityFactor
+from rkfac.curvature.factor.online import Brand, OnlineFactor
 
-__all__ = ["DenseFactor", "DiagonalFactor", "Factor", "IdentityFactor", "Refreshed", "Start"]
+__all__ = [
+    "Brand",
+    "ColumnsFactor",
+    "DenseFactor",
+    "DiagonalFactor",
+    "Factor",
+    "IdentityFactor",
+    "OnlineFactor",
+    "Refreshed",
+    "Start",
+]

@@ -50,6 +50,8 @@ class Factor(ABC, Generic[Low]):
     """
 
     learns: ClassVar[bool] = True  # whether rows change it
+    kind: ClassVar[str]  # a word for how it is kept
+    square: bool = True  # whether it forms matrices as wide as the side
 
     def __init__(self, shape: tuple[int, ...], start: Start, like: Tensor) -> None:
         self.shape = shape
@@ -85,9 +87,7 @@ class Factor(ABC, Generic[Low]):
     def take(self, moment: Moment, decay: float) -> None:
         """One more statistic, in place."""
         self._value = self._present
-        past = decay * self._weight
-        self._weight = past + (1 - decay)
-        keep, share = past / self._weight, (1 - decay) / self._weight
+        keep, share = self._weights(decay)
         before, blank = self._exponent, math.isinf(self._level)
         self._level = max(
             self._level + math.log2(keep) if keep else -math.inf,
@@ -97,8 +97,15 @@ class Factor(ABC, Generic[Low]):
             self._level, blank = -math.inf, True
         rescaled = 0.0 if blank else keep * 2.0 ** (before - self._exponent)
         moment.blend_into(self._strips(self._value), rescaled, share, self._exponent)
+
+    def _weights(self, decay: float) -> tuple[float, float]:
+        """Count a statistic: what the past and what is new weigh in the average from now on, one together."""
+        past = decay * self._weight
+        self._weight = past + (1 - decay)
+        keep, share = past / self._weight, (1 - decay) / self._weight
         self._identity *= keep
         self.updates += 1
+        return keep, share
 
     # --- the decomposition
 

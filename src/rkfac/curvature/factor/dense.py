@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +10,8 @@ import torch
 from torch import Tensor
 
 from rkfac.curvature.decompose import Request
-from rkfac.curvature.factor.base import Factor, Refreshed, restored
+from rkfac.curvature.factor.base import Refreshed, restored
+from rkfac.curvature.factor.lowrank import LowRankFactor
 from rkfac.linalg import LowRank
 from rkfac.linalg.symmetric import folded, folded_shape, mirrored, strip_elements, strips_of, unfolded
 
@@ -21,14 +21,20 @@ TYPICAL_RANK = 256
 LARGEST_SHIFT = 2.0**100  # beyond it a matrix with entries of about one vanishes beside the identity
 
 
-class DenseFactor(Factor[LowRank]):
+class DenseFactor(LowRankFactor):
     """`shape` is (d,) or (groups, d); the value is flat, the strips of `linalg/symmetric.py`."""
+
+    kind = "dense"
 
     def _zero(self) -> Tensor:
         return self._like.new_zeros(*self.shape[:-1], strip_elements(self.shape[-1]))
 
     def _strips(self, value: Tensor) -> list[Tensor]:
         return strips_of(value, self.shape[-1])
+
+    def whole(self) -> tuple[Tensor, float]:
+        """The value as a symmetric matrix and its unit: their product is the average without its identity."""
+        return self._whole(), 2.0**self._exponent
 
     def _whole(self) -> Tensor:
         """The value as a symmetric matrix, which whoever asks lets go again."""
@@ -43,7 +49,7 @@ class DenseFactor(Factor[LowRank]):
         request = replace(
             request,
             matrix=self._whole(),
-            start=self._refreshed.low.U if self._refreshed is not None else None,
+            start=self._basis if request.start is None else request.start,
             shift=inside,
             # The identity that is kept apart damps like the damping itself.
             offset=0.0 if self.start.sketched else identity / unit,
@@ -53,9 +59,7 @@ class DenseFactor(Factor[LowRank]):
             request = replace(request, matrix=request.X.double())
         low = request.strategy.decompose(request)
         low = low.shifted(0.0 if self.start.sketched else identity, scale=unit)
-        trace = self.trace()
-        captured = (low.s.sum() / trace.sum().clamp_min(torch.finfo(trace.dtype).tiny)).clamp(0, 1)
-        return Refreshed(low, trace / self.shape[-1], captured)
+        return self._made(low)
 
     def _ill_conditioned(self, request: Request) -> bool:
         """Whether the damping in force is so small that eigenvectors of float32 are not good enough for it."""
@@ -89,36 +93,9 @@ class DenseFactor(Factor[LowRank]):
         diagonal = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
         return diagonal.double().sum(-1) * 2.0**self._exponent + self._identity * self.shape[-1]
 
-    @property
-    def rank(self) -> int | None:
-        """Eigenpairs kept."""
-        return None if self._refreshed is None else self._refreshed.low.rank
-
-    @property
-    def basis_nbytes(self) -> int:
-        """Memory of the kept eigenvectors."""
-        return 0 if self._refreshed is None else self._refreshed.low.U.nbytes
-
     def _saved(self, value: Tensor) -> Tensor:
         return folded(value, self.shape[-1])
 
     def _loaded(self, saved: Any) -> Tensor:
         d, like = self.shape[-1], self._like
         return unfolded(restored(saved, (*self.shape[:-1], *folded_shape(d)), like, like.dtype), d)
-
-    def _packed(self, refreshed: Refreshed[LowRank]) -> dict[str, Tensor | None]:
-        low = refreshed.low
-        return {"U": low.U, "s": low.s, "tail": low.tail, "mean": refreshed.mean, "captured": refreshed.captured}
-
-    def _unpacked(self, tensors: Mapping[str, Any]) -> Refreshed[LowRank]:
-        groups, d, like = self.shape[:-1], self.shape[-1], self._like
-        rank = tensors["U"].shape[-1]
-        if not 1 <= rank <= d:
-            raise ValueError(f"a saved basis keeps {rank} of {d} directions")
-        wide = torch.float64
-        tail = None if tensors["tail"] is None else restored(tensors["tail"], groups, like, wide)
-        precision = wide if tensors["U"].dtype == wide else like.dtype
-        U = restored(tensors["U"], (*groups, d, rank), like, precision)
-        low = LowRank(U, restored(tensors["s"], (*groups, rank), like, wide), tail)
-        mean, captured = restored(tensors["mean"], groups, like, wide), restored(tensors["captured"], (), like, wide)
-        return Refreshed(low, mean, captured)

@@ -18,6 +18,9 @@ from rkfac.linalg import DecompositionError, Diagonal
 class DiagonalFactor(Factor[Diagonal]):
     """`shape` is (d,); its eigenvalues are its entries, so that a refresh copies them."""
 
+    kind = "diagonal"
+    square = False
+
     def moment(self) -> DiagonalMoment:
         """Counts."""
         return DiagonalMoment()

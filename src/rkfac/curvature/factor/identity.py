@@ -18,6 +18,8 @@ class IdentityFactor(Factor[LowRank]):
     """`shape` is (d,) or (groups, d)."""
 
     learns = False
+    kind = "identity"
+    square = False
 
     def _zero(self) -> Tensor:
         return self._like.new_zeros(0)
