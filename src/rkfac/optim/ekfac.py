@@ -31,8 +31,8 @@ class EKFAC(KFAC):
       carry             a new basis takes the moments over by squared overlaps; False: it starts from the product of
                         eigenvalues (K-FAC), as published
 
-    Damping is added to M: relative to its mean (0.1 of it by default) or its largest kept entry, or absolute. Refused: other damping rules,
-    apply="backward" and sides, which all need a factor on each side alone.
+    Damping is added to M: relative to its mean (0.1 of it by default) or its largest kept entry, or absolute. Refused: other
+    damping rules, apply="backward" and sides, which all need a factor on each side alone.
     """
 
     preset = Exact()
