@@ -13,12 +13,14 @@ from rkfac.curvature import (
 )
 from rkfac.optim import (
     KFAC,
+    KLDWRM,
     RSKFAC,
     SREKFAC,
     LayerReport,
     LevenbergMarquardt,
     Spectra,
     classical_defaults,
+    kld_wrm_defaults,
     paper_defaults,
     paper_schedules,
     recipe,
@@ -28,6 +30,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "KFAC",
+    "KLDWRM",
     "RSKFAC",
     "RSVD",
     "SREKFAC",
@@ -42,6 +45,7 @@ __all__ = [
     "Nystrom",
     "Spectra",
     "classical_defaults",
+    "kld_wrm_defaults",
     "linalg",
     "paper_defaults",
     "paper_schedules",

@@ -3,6 +3,16 @@
 from rkfac.curvature.block.base import Block, Group, Settings
 from rkfac.curvature.block.direction import Direction
 from rkfac.curvature.block.kronecker import KroneckerBlock
+from rkfac.curvature.block.proximal import ProximalKroneckerBlock, ProximalUnitBlock
 from rkfac.curvature.block.unit import UnitBlock
 
-__all__ = ["Block", "Direction", "Group", "KroneckerBlock", "Settings", "UnitBlock"]
+__all__ = [
+    "Block",
+    "Direction",
+    "Group",
+    "KroneckerBlock",
+    "ProximalKroneckerBlock",
+    "ProximalUnitBlock",
+    "Settings",
+    "UnitBlock",
+]

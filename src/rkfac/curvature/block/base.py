@@ -21,6 +21,7 @@ from rkfac.curvature.decompose import Decomposition, Request
 from rkfac.curvature.factor import Factor, Start
 from rkfac.curvature.following import Follower, Origin
 from rkfac.curvature.moment import Moment
+from rkfac.curvature.pace import Pace, Snapshot
 from rkfac.curvature.randomness import Randomness, subset
 from rkfac.curvature.statistics import Statistics
 from rkfac.curvature.stopwatch import Stopwatch
@@ -49,6 +50,7 @@ class Settings:
     max_failures: int
     randomness: Randomness
     sides: str = "both"  # which factors a layer keeps; the identity stands for the other
+    stale: float | None = None  # change from which a layer's curvature is looked at more often; None: fixed periods
     method: Any = None  # what the block of a particular optimizer is told beyond this: a small frozen value
 
     def due(self, step: int, period: int, offset: int = 0) -> bool:
@@ -147,6 +149,7 @@ class Block(ABC):
     def reset(self) -> None:
         """Forget everything: at the start, and when the set of trained parameters changes."""
         self.bias = self._adapter.has_bias(self.module)
+        self.pace = None if self.settings.stale is None else Pace(self.settings.stale)
         self._make()
         self.discard()
 
@@ -230,8 +233,12 @@ class Block(ABC):
             )
             if finite:
                 self.rows = pending.tokens
+                decay = group["factor_decay"]
+                if self.pace is not None:
+                    decay = self.pace.decay(decay, group["factor_every"])
+                    self.pace.took()
                 for factor, moment in zip(self.factors.values(), pending.moments, strict=True):
-                    factor.take(moment, group["factor_decay"])
+                    factor.take(moment, decay)
             self.discard()
             return finite
 
@@ -245,6 +252,8 @@ class Block(ABC):
                 self.decompose(group)
             except DecompositionError as error:
                 self.failures += 1
+                if self.pace is not None:
+                    self.pace.news = False  # the same again would fail again
                 if self.failures >= self.settings.max_failures:
                     raise RuntimeError(
                         f"layer {self.name!r} could not be decomposed {self.failures} times in a row ({error}). Model and "
@@ -253,6 +262,8 @@ class Block(ABC):
                 kept = "its previous basis is kept" if self.ready else "it takes plain steps meanwhile"
                 warnings.warn(f"layer {self.name!r}: decomposition failed ({error}); {kept}", stacklevel=6)
                 return
+            if self.pace is not None:
+                self.pace.looked(self.snapshot(), self.distance)
         self.failures = 0
         self.version += 1
 
@@ -260,7 +271,34 @@ class Block(ABC):
     def decompose(self, group: Group) -> None:
         """The expensive part of `refresh`; changes nothing when it raises."""
 
+    # --- how much it changed
+
+    comparable: ClassVar[bool] = True  # whether snapshots of it can be compared, which stale= needs
+
+    def snapshot(self) -> Snapshot:
+        """Its curvature as it is now, in values that are never changed: the decompositions in use."""
+        return tuple(factor.snapshot() for factor in self.factors.values())
+
+    def distance(self, now: Snapshot, then: Snapshot) -> float:
+        """||X - Y||_F / ||Y||_F of the factor that changed most."""
+        factors = zip(self.factors.values(), now, then, strict=True)
+        return max(factor.distance(new, old) for factor, new, old in factors)
+
+    def _packed(self, snapshot: Snapshot) -> Any:
+        """A snapshot as tensors, numbers and strings."""
+        factors = self.factors.items()
+        return {side: factor.packed(kept) for (side, factor), kept in zip(factors, snapshot, strict=True)}
+
+    def _unpacked(self, saved: Any) -> Snapshot:
+        """And back, refusing what does not fit."""
+        if saved.keys() != self.factors.keys():
+            raise ValueError(f"a saved snapshot has factors {list(saved)}, this model {list(self.factors)}")
+        return tuple(factor.unpacked(saved[side]) for side, factor in self.factors.items())
+
     # --- step
+
+    def begin(self) -> None:  # noqa: B027 - most have nothing to forget
+        """A step begins: what belonged to the last one alone is over."""
 
     learns: ClassVar[bool] = False  # whether it wants to see the gradients of every step
 
@@ -280,6 +318,15 @@ class Block(ABC):
     @abstractmethod
     def multiply(self, change: tuple[Tensor, ...], group: Group) -> tuple[Tensor, ...]:
         """The damped curvature under the block's own approximation, times a change of the parameters."""
+
+    def curved(
+        self, direction: Direction, vectors: Sequence[Tensor], group: Group
+    ) -> tuple[float, tuple[Tensor, ...] | None]:
+        """The damped curvature times a direction just made from these vectors: a share of them, or of tensors.
+
+        Natural gradients are the inverse of just that.
+        """
+        return 1.0, None
 
     @property
     def shows_rows(self) -> bool:
@@ -333,6 +380,7 @@ class Block(ABC):
             "failures": self.failures,
             "version": self.version,
             "rows": self.rows,
+            "pace": None if self.pace is None else self.pace.state_dict(self._packed),
             "factors": {side: factor.state_dict() for side, factor in self.factors.items()},
         }
 
@@ -350,6 +398,10 @@ class Block(ABC):
             raise ValueError(f"the saved state was retired for {state['retired']!r}")
         for side, factor in self.factors.items():
             factor.load_state_dict(state["factors"][side])
+        if (state["pace"] is None) != (self.pace is None):
+            raise ValueError("the saved state has other intervals between statistics (stale=)")
+        if self.pace is not None:
+            self.pace.load_state_dict(state["pace"], self._unpacked)
         self.retired, self.missed = state["retired"], 0
         self.failures, self.version, self.rows = counts
 
