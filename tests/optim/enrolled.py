@@ -27,7 +27,7 @@ class Enrolled:
 
     make: Callable[..., torch.optim.Optimizer]
     statistics: Callable[[torch.optim.Optimizer], dict[str, Tensor]] = averages
-    lacks: frozenset[str] = field(default_factory=frozenset)  # keywords that mean nothing to it
+    lacks: frozenset[str] = field(default_factory=frozenset)  # keywords that mean nothing to it, and other habits
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         return self.make(*args, **keywords)
@@ -52,5 +52,12 @@ OPTIMIZERS: dict[str, Enrolled] = {
     "graft-adamw": Enrolled(_adamw_length, lacks=frozenset({"momentum"})),
     "input-side": Enrolled(partial(stated.RSKFAC, sides="input", **SMALL)),
     "output-side": Enrolled(partial(stated.RSKFAC, sides="output", **SMALL)),
+    "KLDWRM-so": Enrolled(partial(stated.KLDWRM, variant="so"), lacks=frozenset({"rank"})),
+    "KLDWRM-q": Enrolled(partial(stated.KLDWRM, variant="q"), lacks=frozenset({"rank", "free direction"})),
+    "KLDWRM-q-RSVD": Enrolled(
+        partial(stated.KLDWRM, variant="q", decomposition=rkfac.RSVD(), **SMALL),
+        lacks=frozenset({"free direction"}),
+    ),
+    "stale": Enrolled(partial(stated.RSKFAC, stale=0.1, **SMALL), lacks=frozenset({"fixed periods"})),
     "paper": Enrolled(partial(rkfac.RSKFAC, **{**rkfac.paper_defaults(), **SMALL})),
 }

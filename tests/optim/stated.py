@@ -33,3 +33,4 @@ STATED: dict[str, Any] = {
 KFAC = partial(rkfac.KFAC, graft="sgd", **STATED)
 RSKFAC = partial(rkfac.RSKFAC, graft="sgd", **STATED)
 SREKFAC = partial(rkfac.SREKFAC, graft="sgd", **STATED)
+KLDWRM = partial(rkfac.KLDWRM, **STATED)

@@ -21,7 +21,8 @@ class Pace:
     def __init__(self, threshold: float) -> None:
         self.threshold = threshold
         self.interval, self.before = 1, 1
-        self.age = 1  # steps since the last look; the first one is due
+        self.age = 1  # steps since the last statistics; the first are due
+        self.taken = False  # whether statistics came in that no step was taken with yet
         self.news = False  # whether statistics came in that nothing was made of yet
         self.seen: tuple[Snapshot, ...] = ()  # the last two, the younger one first
 
@@ -31,8 +32,9 @@ class Pace:
         return self.age >= self.interval
 
     def tick(self) -> None:
-        """One more step was taken."""
-        self.age += 1
+        """One more step was taken. Only now do its statistics count: after an error the same step is planned again."""
+        self.age = 1 if self.taken else self.age + 1
+        self.taken = False
 
     def decay(self, decay: float, every: int) -> float:
         """What is left of the average when a statistic comes after `age` steps, if `decay` is left after `every`."""
@@ -40,7 +42,7 @@ class Pace:
 
     def took(self) -> None:
         """Statistics came in."""
-        self.age, self.news = 0, True
+        self.taken = self.news = True
 
     def looked(self, now: Snapshot, distance: Callable[[Snapshot, Snapshot], float]) -> None:
         """A new decomposition was made of them: say when the next one is due."""
@@ -61,6 +63,7 @@ class Pace:
             "interval": self.interval,
             "before": self.before,
             "age": self.age,
+            "taken": self.taken,
             "news": self.news,
             "seen": [packed(snapshot) for snapshot in self.seen],
         }
@@ -68,11 +71,12 @@ class Pace:
     def load_state_dict(self, state: Mapping[str, Any], unpacked: Callable[[Any], Snapshot]) -> None:
         """Restore what `state_dict` saved; refuses senseless numbers."""
         numbers = {key: state[key] for key in ("interval", "before", "age")}
-        least = {"interval": 1, "before": 1, "age": 0}
-        if any(isinstance(n, bool) or not isinstance(n, int) or n < least[key] for key, n in numbers.items()):
+        if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in numbers.values()):
             raise ValueError(f"the saved intervals are {numbers}")
-        if not isinstance(state["news"], bool) or not isinstance(state["seen"], list) or len(state["seen"]) > 2:
+        if not all(isinstance(state[key], bool) for key in ("taken", "news")):
+            raise ValueError(f"the saved state has news {state['news']!r} and statistics {state['taken']!r}")
+        if not isinstance(state["seen"], list) or len(state["seen"]) > 2:
             raise ValueError("the saved snapshots of a layer are not two at most")
         seen = tuple(unpacked(saved) for saved in state["seen"])
         self.interval, self.before, self.age = numbers["interval"], numbers["before"], numbers["age"]
-        self.news, self.seen = state["news"], seen
+        self.taken, self.news, self.seen = state["taken"], state["news"], seen
