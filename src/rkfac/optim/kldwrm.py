@@ -54,6 +54,7 @@ class KLDWRM(KFAC):
     K-FAC proper leaves out that past regularisers are centred at past iterates (g^ = g). Cost: K-FAC's, one buffer a
     parameter and, for "q", a second decomposition and a product with the factors on steps that refresh.
 
+      lr*               [alpha]; 0.03 if not given, within the published clips
       variant           "so" or "q"
       factor_decay*     also [rho] of the memory of steps
 
@@ -74,7 +75,7 @@ class KLDWRM(KFAC):
     ) -> None:
         self._method = KLDModel(variant)
         _refuse(keywords)
-        super().__init__(model, 0.01 if lr is None else lr, **keywords)
+        super().__init__(model, 0.03 if lr is None else lr, **keywords)
 
     @property
     def _rule(self) -> Rule:
