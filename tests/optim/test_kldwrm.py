@@ -255,6 +255,32 @@ def test_a_large_damping_leaves_plain_gradients_with_memory() -> None:
         last = [p.grad.clone() for p in model.parameters()]
 
 
+@pytest.mark.parametrize("variant", ["so", "q"])
+def test_of_a_wide_layer_a_few_modes_are_kept_and_the_step_is_the_same(variant: str) -> None:
+    """Wide enough for a direction that is never formed: the memory must be among what it is a correction of."""
+    torch.manual_seed(0)
+    model = nn.Linear(600, 400).double()
+    settings: dict[str, Any] = {"rank": 3, "oversampling": 2, "tail": "trace", "factor_every": 2, "inverse_every": 2}
+    optimizer = stated.KLDWRM(
+        model, variant=variant, lr=0.1, damping=0.5, factor_decay=RHO, decomposition=rkfac.RSVD(), **settings
+    )
+    block = optimizer._blocks[""]
+    past = torch.zeros(400, 601, dtype=torch.float64)
+    for k, (lr, following) in enumerate(itertools.pairwise((0.1, 0.05, 0.2, 0.2, 0.2))):
+        optimizer.param_groups[0]["lr"] = lr
+        start = torch.cat([model.weight, model.bias[:, None]], 1).detach().clone()
+        step(model, optimizer, (torch.randn(50, 600, dtype=torch.float64), torch.randint(400, (50,))))
+        gradient = torch.cat([model.weight.grad, model.bias.grad[:, None]], 1) + past
+        moved = (start - torch.cat([model.weight, model.bias[:, None]], 1).detach()) / lr
+        curved = torch.cat(
+            [t.reshape(400, -1) for t in block.multiply((moved[:, :-1], moved[:, -1]), {"damping": 0.5})], 1
+        )
+        if variant == "so" or k % 2:  # elsewhere the batch's own curvature was in it, too
+            shrink = 1.0 if variant == "so" else 1 / (1 + lr)
+            torch.testing.assert_close(curved, shrink * gradient, rtol=1e-8, atol=1e-12)
+        past = RHO * lr / following * (past - curved)
+
+
 # --- memory in trouble
 
 
@@ -318,8 +344,9 @@ def test_statistics_of_a_failed_step_are_not_taken_for_the_next_ones() -> None:
     resumed = stated.KLDWRM(other, variant="q", max_failures=1, **settings)
     other.load_state_dict(model.state_dict())
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    # By hand: no statistics come with these gradients, so that both must take B = F.
+    # By hand: no statistics come with these gradients, and no refresh, so that both must take B = F.
     for m, o in ((model, optimizer), (other, resumed)):
+        o.param_groups[0]["inverse_every"] = 1000
         o.zero_grad()
         for p in m.parameters():
             p.grad = torch.ones_like(p)
