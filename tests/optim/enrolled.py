@@ -27,7 +27,7 @@ class Enrolled:
 
     make: Callable[..., torch.optim.Optimizer]
     statistics: Callable[[torch.optim.Optimizer], dict[str, Tensor]] = averages
-    lacks: frozenset[str] = field(default_factory=frozenset)  # keywords that mean nothing to it, and other habits
+    lacks: frozenset[str] = field(default_factory=frozenset)  # keywords, rows and habits that mean nothing to it
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         return self.make(*args, **keywords)
@@ -50,8 +50,8 @@ OPTIMIZERS: dict[str, Enrolled] = {
     ),
     "RSKFAC-auto-rank": Enrolled(partial(stated.RSKFAC, rank="auto", oversampling=1)),
     "graft-adamw": Enrolled(_adamw_length, lacks=frozenset({"momentum"})),
-    "input-side": Enrolled(partial(stated.RSKFAC, sides="input", **SMALL)),
-    "output-side": Enrolled(partial(stated.RSKFAC, sides="output", **SMALL)),
+    "input-side": Enrolled(partial(stated.RSKFAC, sides="input", **SMALL), lacks=frozenset({"rows g"})),
+    "output-side": Enrolled(partial(stated.RSKFAC, sides="output", **SMALL), lacks=frozenset({"rows a"})),
     "KLDWRM-so": Enrolled(partial(stated.KLDWRM, variant="so"), lacks=frozenset({"rank"})),
     "KLDWRM-q": Enrolled(partial(stated.KLDWRM, variant="q"), lacks=frozenset({"rank", "free direction"})),
     "KLDWRM-q-RSVD": Enrolled(

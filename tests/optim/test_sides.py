@@ -72,10 +72,13 @@ def test_the_input_side_collects_no_gradients() -> None:
     F.cross_entropy(net(x), y).backward()
     for block in optimizer._blocks.values():
         of_inputs, of_gradients = block.pending.moments
-        assert not of_inputs.empty and of_gradients.empty
+        assert not of_inputs.empty
+        assert of_gradients.empty
     optimizer.step()
     report = optimizer.report()[0]
-    assert report.rank_input == 3 and report.rank_output is None and report.damping_output == 0.0
+    assert report.rank_input == 3
+    assert report.rank_output is None
+    assert report.damping_output == 0.0
 
 
 @pytest.mark.parametrize("side", SIDES)
