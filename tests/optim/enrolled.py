@@ -53,8 +53,7 @@ OPTIMIZERS: dict[str, Enrolled] = {
     "input-side": Enrolled(partial(stated.RSKFAC, sides="input", **SMALL), lacks=frozenset({"rows g"})),
     "output-side": Enrolled(partial(stated.RSKFAC, sides="output", **SMALL), lacks=frozenset({"rows a"})),
     "KLDWRM-so": Enrolled(partial(stated.KLDWRM, variant="so"), lacks=frozenset({"rank"})),
-    "KLDWRM-q": Enrolled(partial(stated.KLDWRM, variant="q"), lacks=frozenset({"rank", "free direction"})),
-    "KLDWRM-q-RSVD": Enrolled(
+    "KLDWRM-q": Enrolled(
         partial(stated.KLDWRM, variant="q", decomposition=rkfac.RSVD(), **SMALL),
         lacks=frozenset({"free direction"}),
     ),
