@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 import math
 from collections.abc import Callable
@@ -423,6 +424,13 @@ def test_what_has_no_meaning_is_refused_by_name(keywords: dict[str, Any]) -> Non
     with pytest.raises(ValueError, match=name):
         rkfac.KLDWRM(model, **keywords)
     assert not model._forward_hooks
+
+
+def test_the_signature_is_kfacs_and_the_variant() -> None:
+    mine, base = (inspect.signature(kind).parameters for kind in (rkfac.KLDWRM, rkfac.KFAC))
+    assert mine.keys() - base.keys() == {"variant"}
+    changed = {name: mine[name].default for name in base if mine[name].default != base[name].default}
+    assert changed == {"graft": None, "momentum": 0.0, "factor_decay": 0.5, "update_clip": 2.0, "kl_clip": 0.1}
 
 
 @pytest.mark.parametrize("variant", ["so", "q"])

@@ -415,9 +415,13 @@ class Block(ABC):
 
     @property
     def nbytes(self) -> dict[str, int]:
-        """Memory of averages and of decompositions."""
+        """Memory of averages, of decompositions and of what these are compared with."""
         factors = self.factors.values()
-        return {"factors": sum(f.nbytes for f in factors), "basis": sum(f.basis_nbytes for f in factors)}
+        own = {"factors": sum(f.nbytes for f in factors), "basis": sum(f.basis_nbytes for f in factors)}
+        if self.pace is not None:  # the younger snapshot is the basis in use
+            kept = [t for old in self.pace.seen[1:] for side in self._packed(old).values() for t in side.values()]
+            own["snapshots"] = sum(t.nbytes for t in kept if t is not None)
+        return own
 
     def timed(self, phase: str) -> AbstractContextManager[None]:
         """Count the seconds spent in a phase."""
