@@ -27,6 +27,7 @@ CLASSES = {
     "ek-fac": "rkfac:EKFAC",
     "b-kfac": "rkfac:BKFAC",
     "skfac": "rkfac:SKFAC",
+    "kld-wrm": "rkfac:KLDWRM",
     "sgd": "torch.optim:SGD",
     "adamw": "torch.optim:AdamW",
     "muon": "rkfac_lab.muon:muon",

@@ -7,7 +7,7 @@ import torch
 
 from linalg.matrices import naive_solve, psd
 from rkfac import linalg
-from rkfac.linalg import LowRank
+from rkfac.linalg import Diagonal, LowRank
 
 
 @pytest.mark.parametrize("tail", ["zero", "trace"])
@@ -132,3 +132,35 @@ def test_shifted_is_the_scaled_and_shifted_matrix(dtype: torch.dtype, tail: str,
 def test_a_small_shift_survives_beside_a_large_value() -> None:
     low = LowRank(torch.eye(3)[:, :1], torch.tensor([1.0])).shifted(1e-12)
     assert float(low.s[0] - 1.0) == pytest.approx(1e-12, rel=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", [1e-18, 1.0, 1e12])
+@pytest.mark.parametrize("batch", [(), (3,)])
+@pytest.mark.parametrize("tails", [(False, False), (True, False), (True, True)])
+def test_the_distance_equals_the_dense_one(
+    dtype: torch.dtype, scale: float, batch: tuple[int, ...], tails: tuple[bool, bool]
+) -> None:
+    torch.manual_seed(0)
+    lows = []
+    for rank, tail in zip((3, 5), tails, strict=True):
+        U = torch.linalg.qr(torch.randn(*batch, 8, rank, dtype=torch.float64))[0].to(dtype)
+        s = torch.rand(*batch, rank, dtype=torch.float64).sort(descending=True)[0] + 1
+        lows.append(LowRank(U, s * scale, torch.rand(batch, dtype=torch.float64) * scale if tail else None))
+    X, Y = (LowRank(low.U.double(), low.s, low.tail).dense() for low in lows)
+    precise = {torch.float32: 1e-5, torch.float64: 1e-12}[dtype]
+    assert lows[0].distance(lows[1]) == pytest.approx(float((X - Y).norm() / Y.norm()), rel=precise)
+    assert lows[1].distance(lows[0]) == pytest.approx(float((X - Y).norm() / X.norm()), rel=precise)
+    assert lows[0].distance(lows[0]) < 1e-2
+
+
+def test_the_distance_from_and_to_nothing() -> None:
+    U = torch.linalg.qr(torch.randn(5, 2, dtype=torch.float64))[0]
+    nothing, something = LowRank(U, U.new_zeros(2)), LowRank(U, U.new_ones(2))
+    assert nothing.distance(nothing) == 0
+    assert nothing.distance(something) == pytest.approx(1)
+    assert something.distance(nothing) == float("inf")
+    with pytest.raises(ValueError, match="compared"):
+        something.distance(LowRank(torch.eye(4, 2, dtype=torch.float64), U.new_ones(2)))
+    a, b = Diagonal(torch.tensor([1.0, 2.0, 4.0]).double()), Diagonal(torch.tensor([1.0, 2.0, 2.0]).double())
+    assert a.distance(b) == pytest.approx(2 / 3)

@@ -27,7 +27,7 @@ class Enrolled:
 
     make: Callable[..., torch.optim.Optimizer]
     statistics: Callable[[torch.optim.Optimizer], dict[str, Tensor]] = averages
-    lacks: frozenset[str] = field(default_factory=frozenset)  # keywords, and rows, that mean nothing to it
+    lacks: frozenset[str] = field(default_factory=frozenset)  # keywords, rows and habits that mean nothing to it
     forgets: dict[str, Any] = field(default_factory=dict)  # keywords with which averages of no decay know no past
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
@@ -75,5 +75,11 @@ OPTIMIZERS: dict[str, Enrolled] = {
     ),
     "SKFAC": Enrolled(stated.SKFAC, lacks=frozenset({"rank"})),
     "SKFAC-moments": Enrolled(partial(stated.SKFAC, averaging="moments", rank=4)),
+    "KLDWRM-so": Enrolled(partial(stated.KLDWRM, variant="so"), lacks=frozenset({"rank"})),
+    "KLDWRM-q": Enrolled(
+        partial(stated.KLDWRM, variant="q", decomposition=rkfac.RSVD(), **SMALL),
+        lacks=frozenset({"free direction"}),
+    ),
+    "stale": Enrolled(partial(stated.RSKFAC, stale=0.1, **SMALL), lacks=frozenset({"fixed periods"})),
     "paper": Enrolled(partial(rkfac.RSKFAC, **{**rkfac.paper_defaults(), **SMALL})),
 }

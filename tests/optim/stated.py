@@ -36,3 +36,4 @@ EKFAC = partial(rkfac.EKFAC, graft="sgd", **{**STATED, "damping_rule": "product"
 SREKFAC = partial(rkfac.SREKFAC, graft="sgd", **STATED)
 BKFAC = partial(rkfac.BKFAC, graft="sgd", apply="step", **STATED)
 SKFAC = partial(rkfac.SKFAC, graft="sgd", weight_sharing="expand", **STATED)
+KLDWRM = partial(rkfac.KLDWRM, **STATED)

@@ -14,6 +14,12 @@ from rkfac.linalg.scaling import times
 from rkfac.linalg.shapes import Float
 
 
+def relative(apart: float, whole: float) -> float:
+    """sqrt(apart / whole), both squares of lengths: 0 for two that are nothing, infinite for something beside nothing."""
+    apart = max(apart, 0.0)
+    return math.sqrt(apart / whole) if whole > 0 else (math.inf if apart > 0 else 0.0)
+
+
 @dataclass(frozen=True, eq=False)
 class LowRank:
     """A symmetric PSD matrix by its leading eigenpairs: X ~ U diag(s) U^T + tail (I - U U^T).
@@ -135,6 +141,26 @@ class LowRank:
         if self.tail is None and not bool(shift.any()):
             return LowRank(self.U, s)
         return LowRank(self.U, s, factor * self.fill.double() + shift)
+
+    def distance(self, other: LowRank) -> float:
+        """||X - Y||_F / ||Y||_F over the whole batch, Y being `other`, both with their tails; O(d r_X r_Y).
+
+        With a = s_X - t_X, b = s_Y - t_Y, C = U_X^T U_Y and t = t_X - t_Y, the square of the upper one is
+        |a|^2 + |b|^2 - 2 a^T (C o C) b + d t^2 + 2 t (sum a - sum b).
+        """
+        if self.U.shape[:-1] != other.U.shape[:-1]:
+            raise ValueError(f"bases of {tuple(self.U.shape)} and {tuple(other.U.shape)} cannot be compared")
+        size = torch.stack([low.s.amax().double() for low in (self, other)] + [self.fill.amax(), other.fill.amax()])
+        unit = size.amax().clamp_min(torch.finfo(torch.float64).tiny)
+        s_X, s_Y, t_X, t_Y = (v.double() / unit for v in (self.s, other.s, self.fill, other.fill))
+        a, b, t = s_X - t_X[..., None], s_Y - t_Y[..., None], t_X - t_Y
+        U = torch.promote_types(self.U.dtype, other.U.dtype)
+        overlap = (self.U.to(U).mT @ other.U.to(U)).double().square()
+        cross = (a[..., :, None] * overlap * b[..., None, :]).sum()
+        apart = a.square().sum() + b.square().sum() - 2 * cross
+        apart = apart + (self.dim * t.square() + 2 * t * (a.sum(-1) - b.sum(-1))).sum()
+        whole = s_Y.square().sum() + (other.dim - other.rank) * t_Y.square().sum()
+        return relative(float(apart), float(whole))
 
     def solve(
         self, V: Float[Tensor, "*batch m k"], damping: float | Tensor, side: str = "left"

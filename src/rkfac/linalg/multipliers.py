@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from rkfac.linalg.lowrank import LowRank
+from rkfac.linalg.lowrank import LowRank, relative
 from rkfac.linalg.shapes import Float
 
 
@@ -55,6 +55,12 @@ class Diagonal:
     def __matmul__(self, V: Float[Tensor, "d k"]) -> Float[Tensor, "d k"]:
         """The matrix times V."""
         return self.s[:, None].to(V) * V
+
+    def distance(self, other: Diagonal) -> float:
+        """||X - Y||_F / ||Y||_F, Y being `other`."""
+        unit = torch.maximum(self.s.amax(), other.s.amax()).clamp_min(torch.finfo(self.s.dtype).tiny)
+        X, Y = self.s / unit, other.s / unit
+        return relative(float((X - Y).square().sum()), float(Y.square().sum()))
 
 
 @dataclass(frozen=True, eq=False)

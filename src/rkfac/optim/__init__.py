@@ -4,7 +4,8 @@ from rkfac.optim.adaptive import LevenbergMarquardt
 from rkfac.optim.bkfac import BKFAC
 from rkfac.optim.ekfac import EKFAC
 from rkfac.optim.kfac import KFAC, RSKFAC, SREKFAC
-from rkfac.optim.presets import classical_defaults, paper_defaults, paper_schedules, recipe
+from rkfac.optim.kldwrm import KLDWRM
+from rkfac.optim.presets import classical_defaults, kld_wrm_defaults, paper_defaults, paper_schedules, recipe
 from rkfac.optim.report import LayerReport, Spectra
 from rkfac.optim.skfac import SKFAC
 
@@ -12,6 +13,7 @@ __all__ = [
     "BKFAC",
     "EKFAC",
     "KFAC",
+    "KLDWRM",
     "RSKFAC",
     "SKFAC",
     "SREKFAC",
@@ -19,6 +21,7 @@ __all__ = [
     "LevenbergMarquardt",
     "Spectra",
     "classical_defaults",
+    "kld_wrm_defaults",
     "paper_defaults",
     "paper_schedules",
     "recipe",

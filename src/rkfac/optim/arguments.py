@@ -138,6 +138,17 @@ def check_scaler(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be a torch.amp.GradScaler, got {value!r}")
 
 
+def check_stale(stale: Any, stagger: bool, name: str, blocks: Iterable[Any]) -> None:
+    """Refuse a threshold that is none, and what has no intervals of its own."""
+    if stale is None:
+        return
+    POSITIVE("stale", stale)
+    if stagger:
+        raise ValueError("stagger shares out fixed periods, and with stale= every layer has its own: use one of them")
+    if not all(getattr(kind, "comparable", True) for kind in blocks):
+        raise ValueError(f"stale= compares a layer's curvature with what it was, which {name} cannot: use stale=None")
+
+
 def randomness_from(generator: Any, seed: Any) -> Randomness:
     """The caller's generator, or a seed for every draw."""
     if generator is not None and not isinstance(generator, torch.Generator):

@@ -31,7 +31,7 @@ from rkfac.optim.gate import Gate
 from rkfac.optim.moves import Rules, planned
 from rkfac.optim.pinning import pin
 from rkfac.optim.report import LayerReport, Spectra, covered_layer, described, listed, spectra, uncovered_layer
-from rkfac.optim.rules import GRAFTS, fallback_rule
+from rkfac.optim.rules import GRAFTS, Rule, fallback_rule
 from rkfac.optim.scratch import Scratch
 from rkfac.optim.stagger import turns
 
@@ -148,7 +148,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         for block in self._blocks.values():
             first = block.weight.requires_grad and not block.observed
             # Frozen layers too: they may be thawed before the forward, and cost nothing while they are not.
-            due = self._settings.due(self._step, self._group(block)["factor_every"])
+            due = block.pace.due if block.pace else self._settings.due(self._step, self._group(block)["factor_every"])
             block.wanted = not block.retired and (first or due)
             if not self._closed:
                 self._capture.follow(block)
@@ -219,6 +219,9 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         if watch is not None and closure is not None:
             self._adapt(watch, loss, closure)
         self._step += 1
+        for block in self._blocks.values():
+            if block.pace is not None:
+                block.pace.tick()
         self._capture.forget()
         self._discard()
         self._plan()
@@ -244,14 +247,20 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         turn = turns(self._blocks.values(), self._group) if self._settings.stagger else {}
         for block in self._blocks.values():
             due = self._settings.due(self._step, self._group(block)["inverse_every"], turn.get(block.name, 0))
+            due = block.pace.news if block.pace else due
             first = not block.ready and block.failures == 0
             if block.observed and not block.retired and block.weight.requires_grad and (due or first):
                 block.refresh(self._group(block))
 
+    @property
+    def _rule(self) -> Rule:
+        """How preconditioned layers move."""
+        return GRAFTS[self._graft]
+
     def _update(self) -> None:
         """All directions are made before any parameter moves: an error on the way leaves the model as it was."""
         blocks, groups = self._blocks.values(), self.param_groups
-        rules = Rules(GRAFTS[self._graft], fallback_rule(self._graft, self._fallback), self._step)
+        rules = Rules(self._rule, fallback_rule(self._graft, self._fallback), self._step)
         moves = planned(blocks, groups, self._group_of, self._names, self.state, rules, self._gate, self._scratch)
         self._gate.report()
         for move in moves:
@@ -306,7 +315,8 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             self._draws = rewound
 
         with memory.all_or_nothing(self, self._blocks, rewind):
-            curvature = memory.checked(state_dict, self._blocks, self.param_groups, self._fingerprint)
+            own, beside = self._fingerprint, self._rule.beside
+            curvature = memory.checked(state_dict, self._blocks, self.param_groups, own, beside)
             for name, block in self._blocks.items():
                 block.load_state_dict(curvature["blocks"][name])
             randomness.load_state_dict(curvature["randomness"])

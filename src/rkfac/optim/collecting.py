@@ -61,6 +61,7 @@ def notice_unseen(blocks: Collection[Block], capture: Capture, group_of: GroupOf
 def commit(blocks: Collection[Block], group_of: GroupOf, scale: Tensor | None, gate: Gate) -> None:
     """Pending statistics enter the averages, unless they hold NaN or Inf. One synchronisation a statistics step."""
     for block in blocks:
+        block.begin()
         if block.weight.grad is None and not block.pending.empty:
             block.discard()  # its gradient was dropped
     waiting = [block for block in blocks if not block.pending.empty]

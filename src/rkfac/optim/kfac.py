@@ -20,6 +20,7 @@ from rkfac.optim.arguments import (
     check_patterns,
     check_power,
     check_scaler,
+    check_stale,
     randomness_from,
 )
 from rkfac.optim.base import CurvatureOptimizer
@@ -72,6 +73,10 @@ class KFAC(CurvatureOptimizer):
       eager_start       statistics and inverses in the first steps too, each time half of the steps so far have passed
       stagger           layers take turns within inverse_every, so that no step waits for all inverses; those of the first
                         steps come together all the same
+      stale             a layer's statistics and inverse are renewed together, at intervals of its own instead of fixed
+                        periods: 1, 1, 2, 3, 5, 8... steps while its factors change by less than this share (0.1 in
+                        SP-NGD), half as long where they change by more; factor_decay is then what is left after
+                        factor_every steps, however they are divided. inverse_every and eager_start mean nothing then
       rank*, oversampling*, power_iterations*        [r, r_l, n_pwr-it] of sketched decompositions; rank may be "auto":
                         what the damping leaves visible, at most 256 (RSVD(max_rank=...)); then a warm start stands for the
                         power iterations of its columns, and fresh ones alone take them (not in SREVD)
@@ -127,6 +132,7 @@ class KFAC(CurvatureOptimizer):
         factor_start: Literal["unbiased", "identity", "paper"] = "unbiased",
         eager_start: bool = True,
         stagger: bool = False,
+        stale: float | None = None,
         rank: int | Literal["auto"] = "auto",
         oversampling: int = 10,
         power_iterations: int = 1,
@@ -170,6 +176,7 @@ class KFAC(CurvatureOptimizer):
         check_flag("eager_start", eager_start)
         check_flag("stagger", stagger)
         check_scaler("grad_scaler", grad_scaler)
+        check_stale(stale, stagger, type(self).__name__, self.block_types.values())
         if isinstance(likelihood, str):
             check_choice("likelihood", likelihood, tuple(NAMED))
             meaning: Likelihood = NAMED[likelihood]
@@ -201,6 +208,7 @@ class KFAC(CurvatureOptimizer):
             max_failures=max_failures,
             randomness=randomness_from(generator, seed),
             sides=sides,
+            stale=stale,
             method=self._method,
         )
         rest = fallback or graft or "sgd"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,6 +30,7 @@ def fingerprint(settings: Settings, likelihood: Likelihood | None, graft: str | 
         "factor_start": _words(settings.start),
         "stagger": str(settings.stagger),
         "sides": settings.sides,
+        "stale": str(settings.stale),
         "method": str(settings.method),
         "fisher": "empirical" if likelihood is None else _words(likelihood),
         "graft": str(graft),
@@ -47,8 +48,12 @@ def checked(
     blocks: Mapping[str, Block],
     groups: list[dict[str, Any]],
     own: Mapping[str, str],
+    beside: Set[str] = frozenset(),
 ) -> Mapping[str, Any]:
-    """The curvature in a saved state, refused when it belongs to something else."""
+    """The curvature in a saved state, refused when it belongs to something else.
+
+    `beside`: buffers that the rule of preconditioned layers keeps beside momentum.
+    """
     curvature = state_dict.get("curvature") if isinstance(state_dict, Mapping) else None
     if not isinstance(curvature, Mapping) or "format" not in curvature:
         raise ValueError("this is not the state of an rkfac optimizer: no curvature in it")
@@ -74,16 +79,17 @@ def checked(
         raise ValueError(f"the saved state counts {step!r} steps and {draws!r} draws")
     if not isinstance(wanted, list) or not blocks.keys() >= set(wanted):
         raise ValueError(f"the saved state wants statistics of {wanted!r}")
-    _check_buffers(groups, state_dict, SGD if own["graft"] != "None" else OWN)
+    _check_buffers(groups, state_dict, (ADAM, SGD if own["graft"] != "None" else OWN, beside))
     return curvature
 
 
 ADAM = {"exp_avg", "exp_avg_sq", "adam_step"}
 SGD = {"momentum_buffer", "decay_share"}
 OWN = {"momentum_buffer"}
+NUMBERS = {"decay_share", "past_lr"}  # floating point, not negative
 
 
-def _check_buffers(groups: list[dict[str, Any]], state_dict: Mapping[str, Any], momentum: set[str]) -> None:
+def _check_buffers(groups: list[dict[str, Any]], state_dict: Mapping[str, Any], kinds: Sequence[Set[str]]) -> None:
     """Refuse buffers that torch would take without a word: of another shape, not finite, incomplete, of nobody."""
     ours = [p for group in groups for p in group["params"]]
     theirs = [index for group in state_dict["param_groups"] for index in group["params"]]
@@ -94,15 +100,15 @@ def _check_buffers(groups: list[dict[str, Any]], state_dict: Mapping[str, Any], 
     for p, index in zip(ours, theirs, strict=True):
         buffers = state_dict["state"].get(index, {})
         what = f"of a parameter of shape {tuple(p.shape)}"
-        incomplete = any(0 < len(buffers.keys() & whole) < len(whole) for whole in (ADAM, momentum))
-        if incomplete or not buffers.keys() <= ADAM | momentum:
+        incomplete = any(0 < len(buffers.keys() & whole) < len(whole) for whole in kinds)
+        if incomplete or not buffers.keys() <= set().union(*kinds):
             raise ValueError(f"the saved buffers {what} are {listed(buffers)}")
         for key, value in buffers.items():
             if key == "adam_step":
                 if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                     raise ValueError(f"{key} {what} is {value!r}")
                 continue
-            if key == "decay_share":
+            if key in NUMBERS:
                 if not isinstance(value, float) or not 0 <= value < math.inf:
                     raise ValueError(f"{key} {what} is {value!r}")
                 continue

@@ -15,7 +15,7 @@ from rkfac.curvature.following import Origin
 from rkfac.linalg import Terms, at_once
 from rkfac.optim import clip
 from rkfac.optim.gate import Gate, bounded, moderate, most
-from rkfac.optim.rules import Course, Rule, decay_of, longest
+from rkfac.optim.rules import Course, Curved, Rule, decay_of, longest
 from rkfac.optim.scratch import Scratch
 
 Group = Mapping[str, Any]
@@ -50,6 +50,7 @@ class Preconditioned:
     targets: Sequence[Target | None]
     natural: bool
     inner: Tensor | None  # <S, J>, for the KL clip
+    curved: Sequence[Curved] = ()  # the curvature times the direction, for a rule that remembers
 
     def apply(self, state: State, rules: Rules) -> None:
         """Do it."""
@@ -60,6 +61,9 @@ class Preconditioned:
                 rules.covered.follow(
                     p, target.gradient, state[p], group, decay_of(group, rules.step), add, self.natural
                 )
+                if self.curved:
+                    share, tensor = self.curved[index]
+                    rules.covered.remember(target.gradient, state[p], group, Curved(self.factor * share, tensor))
 
     def _add(self, index: int, to: Tensor, factor: float, terms: Terms, keep: float) -> None:
         with self.block.timed("apply"):
@@ -172,13 +176,19 @@ def _preconditioned(
     limit = clip.rms_clip(length, direction.size, group["update_clip"])
     if limit is not None:
         factor, length = factor * limit, length * limit
+    curved = _curved(block, direction, courses, group) if rules.covered.remembers else ()
     finite = bounded(length * longest(group), block.weight.dtype)
+    for _, tensor in curved:
+        finite = finite if tensor is None else finite & moderate(tensor, False, longest(group))
     for fact in (*mended, *(course.finite for course in courses)):
         finite = finite if fact is None else finite & fact
     passed = gate.passes(block.name, finite)
     if passed is not True:
         keep = torch.as_tensor(passed, device=block.weight.device)
         direction = direction.masked(keep)
+        curved = [
+            Curved(share, None if t is None else torch.where(keep, t, torch.zeros_like(t))) for share, t in curved
+        ]
         limit = None if limit is None else limit.nan_to_num(nan=0.0, posinf=0.0)
         factor = torch.where(keep, factor, torch.zeros_like(length))
         # What is not finite would stay in the buffers for good.
@@ -190,7 +200,13 @@ def _preconditioned(
                 _mended(state[t.parameter], t.group, gate)
     block.clip = limit
     inner = None if group["kl_clip"] is None else direction.inner  # now: what it was made from is overwritten soon
-    return Preconditioned(block, direction, factor, targets, natural, inner)
+    return Preconditioned(block, direction, factor, targets, natural, inner, curved)
+
+
+def _curved(block: Block, direction: Direction, courses: Sequence[Course], group: Group) -> Sequence[Curved]:
+    """What the curvature makes of a direction, for each parameter."""
+    share, tensors = block.curved(direction, [course.vector for course in courses], group)
+    return [Curved(share, None if tensors is None else tensors[index]) for index in range(len(courses))]
 
 
 def _origin(courses: Sequence[Course], targets: Sequence[Target]) -> Origin | None:

@@ -91,6 +91,36 @@ def classical_defaults(likelihood: str | Likelihood = "categorical") -> dict[str
     }
 
 
+def kld_wrm_defaults(variant: str = "so") -> dict[str, Any]:
+    """Keywords of KLD-WRM's published MNIST runs, as far as they can be had (docs/family/kld-wrm.md says what differs).
+
+    `rkfac.KLDWRM(model, **rkfac.kld_wrm_defaults("q"))`.
+    """
+    decays = {"so": 0.33, "q": 0.5}
+    if variant not in decays:
+        raise ValueError(f"variant must be one of {', '.join(map(repr, decays))}, got {variant!r}")
+    return {
+        "variant": variant,
+        "lr": 0.01,
+        "momentum": 0.0,
+        "weight_decay": 1e-3,
+        "damping": 0.011,
+        "relative_to": None,
+        "damping_rule": "product",
+        "factor_decay": decays[variant],
+        "factor_every": 30,
+        "inverse_every": 30,
+        "factor_start": "unbiased",
+        "eager_start": False,
+        "stagger": False,
+        "tail": "zero",
+        "rows": None,
+        "update_clip": 2.0 if variant == "q" else None,
+        "kl_clip": 0.1,
+        "fisher": "empirical",
+    }
+
+
 def paper_schedules() -> dict[str, Steps]:
     """The schedules of Section 5 over epochs 1 to 50."""
     return {

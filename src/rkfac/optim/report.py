@@ -38,6 +38,7 @@ class LayerReport:
     seconds: dict[str, float] = field(default_factory=dict)
     bytes: dict[str, int] = field(default_factory=dict)
     failures: int = 0
+    interval: int | None = None  # steps from one look at its curvature to the next, with stale=
 
 
 class Spectra(NamedTuple):
@@ -75,6 +76,7 @@ def covered_layer(block: Block, group: Group) -> LayerReport:
         seconds=block.seconds,
         bytes=block.nbytes,
         failures=block.failures,
+        interval=None if block.pace is None else block.pace.interval,
         **block.facts(group),
     )
 

@@ -28,6 +28,13 @@ State = MutableMapping[str, Any]
 Add = Callable[[Tensor, float, Terms, float], object]
 
 
+class Curved(NamedTuple):
+    """The damped curvature times the step that was taken, for one parameter: `share` times the vector, or a tensor."""
+
+    share: Tensor | float
+    tensor: Tensor | None = None
+
+
 class Course(NamedTuple):
     """What is preconditioned, and the square of the length that the result shall have.
 
@@ -47,6 +54,10 @@ class Rule(ABC):
     """One rule; its buffers live in the optimizer's `state`, its numbers in the parameter groups."""
 
     grafts: ClassVar[bool] = True  # whether it says how long a preconditioned step is
+    beside: ClassVar[frozenset[str]] = (
+        frozenset()
+    )  # what it keeps beside momentum of a parameter that is preconditioned
+    remembers: ClassVar[bool] = False  # whether it wants to know what the curvature makes of each step
 
     @abstractmethod
     def prepare(self, state: State, p: Tensor, group: Group) -> None:
@@ -76,6 +87,10 @@ class Rule(ABC):
         self, p: Tensor, gradient: Tensor, state: State, group: Group, decay: float, add: Add, natural: bool
     ) -> None:
         """The step along the preconditioned course."""
+
+    def remember(self, gradient: Tensor, state: State, group: Group, curved: Curved) -> None:
+        """The step was taken; for rules that remember."""
+        raise NotImplementedError("this rule asks for nothing after a step")
 
 
 class Own(Rule):
@@ -107,12 +122,16 @@ class Own(Rule):
         # A natural gradient of its own length is asked for nothing.
         return Course(gradient, finite=finite, mixture=None if natural else Mixture(Blend(1.0, 0.0), None))
 
+    def _terms(self, gradient: Tensor, state: State, group: Group) -> Terms:
+        """What the vector was that is preconditioned."""
+        return ((gradient, 1.0),)
+
     def follow(
         self, p: Tensor, gradient: Tensor, state: State, group: Group, decay: float, add: Add, natural: bool
     ) -> None:
         """theta <- (1 - lr w) theta - lr (direction, or its momentum)."""
         lr, momentum = float(group["lr"]), group["momentum"]
-        terms, keep = ((gradient, 1.0),), 1 - lr * decay
+        terms, keep = self._terms(gradient, state, group), 1 - lr * decay
         if not momentum:
             add(p, -lr, terms, keep)
             return

@@ -37,6 +37,7 @@ BAD: dict[str, list[Any]] = {
     "eager_start": [None, 1, "yes"],
     "apply": [None, "forward", True],
     "stagger": [None, 1, "yes"],
+    "stale": [0.0, -0.1, NAN, INF, "x", True],
     "rank": [0, -1, 2.5, True, "all", None],
     "oversampling": [-1, 1.5, True, None],
     "power_iterations": [-1, 1.5, True, None],

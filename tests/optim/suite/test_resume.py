@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import rkfac
+from optim.enrolled import Enrolled
 from optim.problems import (
     assert_same_averages,
     assert_same_parameters,
@@ -70,7 +71,7 @@ def test_resuming_between_statistics_and_refresh_is_bit_exact(
     assert same(resumed.state_dict(), optimizer.state_dict())
 
 
-def test_resuming_keeps_a_period_that_a_schedule_just_changed(build: Build) -> None:
+def test_resuming_keeps_a_period_that_a_schedule_just_changed(build: Enrolled) -> None:
     """The step after the change must be the same step whether or not the run was interrupted there."""
     batches = [rows() for _ in range(6)]
     model = mlp()
@@ -86,7 +87,8 @@ def test_resuming_keeps_a_period_that_a_schedule_just_changed(build: Build) -> N
     train(fresh, resumed, batches[2:])
     train(model, optimizer, batches[2:])
     assert same(resumed.state_dict(), optimizer.state_dict())
-    assert updates(optimizer) == {5}  # step 0, then each of the four steps that follow the change
+    if "fixed periods" not in build.lacks:
+        assert updates(optimizer) == {5}  # step 0, then each of the four steps that follow the change
 
 
 def test_the_report_survives_a_resume(build: Build) -> None:

@@ -5,6 +5,7 @@ from rkfac.curvature.block.direction import Direction
 from rkfac.curvature.block.eigen import Eigen, EigenBlock
 from rkfac.curvature.block.kronecker import KroneckerBlock
 from rkfac.curvature.block.online import ColumnsBlock, OnlineBlock
+from rkfac.curvature.block.proximal import ProximalKroneckerBlock, ProximalTiedBlock, ProximalUnitBlock
 from rkfac.curvature.block.tied import TiedBlock
 from rkfac.curvature.block.unit import UnitBlock
 
@@ -17,6 +18,9 @@ __all__ = [
     "Group",
     "KroneckerBlock",
     "OnlineBlock",
+    "ProximalKroneckerBlock",
+    "ProximalTiedBlock",
+    "ProximalUnitBlock",
     "Settings",
     "TiedBlock",
     "UnitBlock",

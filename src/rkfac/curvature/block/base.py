@@ -19,6 +19,7 @@ from rkfac.curvature.damping import Damping
 from rkfac.curvature.decompose import Decomposition, Request
 from rkfac.curvature.factor import Factor, Start
 from rkfac.curvature.following import Follower, Origin
+from rkfac.curvature.pace import Pace, Snapshot
 from rkfac.curvature.randomness import Randomness, subset
 from rkfac.curvature.statistics import Statistics
 from rkfac.curvature.stopwatch import Stopwatch
@@ -47,6 +48,7 @@ class Settings:
     max_failures: int
     randomness: Randomness
     sides: str = "both"  # which factors a layer keeps; the identity stands for the other
+    stale: float | None = None  # change from which a layer's curvature is looked at more often; None: fixed periods
     method: Any = None  # what the block of a particular optimizer is told beyond this: a small frozen value
 
     def due(self, step: int, period: int, offset: int = 0) -> bool:
@@ -165,6 +167,7 @@ class Block(ABC):
     def reset(self) -> None:
         """Forget everything: at the start, and when the set of trained parameters changes."""
         self.bias = self._has_bias()
+        self.pace = None if self.settings.stale is None else Pace(self.settings.stale)
         self._make()
         self.discard()
 
@@ -250,13 +253,21 @@ class Block(ABC):
             if finite:
                 self.rows = pending.tokens
                 self.blend(group)
+                if self.pace is not None:
+                    self.pace.took()
             self.discard()
             return finite
 
     def blend(self, group: Group) -> None:
         """The pending moments, which are settled and finite, enter the running averages."""
+        decay = self.decay(group)
         for factor, moment in zip(self.factors.values(), self.pending.moments, strict=True):
-            factor.take(moment, group["factor_decay"])
+            factor.take(moment, decay)
+
+    def decay(self, group: Group) -> float:
+        """What is left of the averages when this step's statistics come in."""
+        decay = float(group["factor_decay"])
+        return decay if self.pace is None else self.pace.decay(decay, group["factor_every"])
 
     # --- basis
 
@@ -268,6 +279,8 @@ class Block(ABC):
                 self.decompose(group)
             except DecompositionError as error:
                 self.failures += 1
+                if self.pace is not None:
+                    self.pace.news = False  # the same again would fail again
                 if self.failures >= self.settings.max_failures:
                     raise RuntimeError(
                         f"layer {self.name!r} could not be decomposed {self.failures} times in a row ({error}). Model and "
@@ -276,6 +289,8 @@ class Block(ABC):
                 kept = "its previous basis is kept" if self.ready else "it takes plain steps meanwhile"
                 warnings.warn(f"layer {self.name!r}: decomposition failed ({error}); {kept}", stacklevel=6)
                 return
+            if self.pace is not None:
+                self.pace.looked(self.snapshot(), self.distance)
         self.failures = 0
         self.version += 1
 
@@ -283,7 +298,34 @@ class Block(ABC):
     def decompose(self, group: Group) -> None:
         """The expensive part of `refresh`; changes nothing when it raises."""
 
+    # --- how much it changed
+
+    comparable: ClassVar[bool] = True  # whether snapshots of it can be compared, which stale= needs
+
+    def snapshot(self) -> Snapshot:
+        """Its curvature as it is now, in values that are never changed: the decompositions in use."""
+        return tuple(factor.snapshot() for factor in self.factors.values())
+
+    def distance(self, now: Snapshot, then: Snapshot) -> float:
+        """||X - Y||_F / ||Y||_F of the factor that changed most."""
+        factors = zip(self.factors.values(), now, then, strict=True)
+        return max(factor.distance(new, old) for factor, new, old in factors)
+
+    def _packed(self, snapshot: Snapshot) -> Any:
+        """A snapshot as tensors, numbers and strings."""
+        factors = self.factors.items()
+        return {side: factor.packed(kept) for (side, factor), kept in zip(factors, snapshot, strict=True)}
+
+    def _unpacked(self, saved: Any) -> Snapshot:
+        """And back, refusing what does not fit."""
+        if saved.keys() != self.factors.keys():
+            raise ValueError(f"a saved snapshot has factors {list(saved)}, this model {list(self.factors)}")
+        return tuple(factor.unpacked(saved[side]) for side, factor in self.factors.items())
+
     # --- step
+
+    def begin(self) -> None:  # noqa: B027 - most have nothing to forget
+        """A step begins: what belonged to the last one alone is over."""
 
     learns = False  # whether it wants to see the gradients of every step
 
@@ -303,6 +345,15 @@ class Block(ABC):
     @abstractmethod
     def multiply(self, change: tuple[Tensor, ...], group: Group) -> tuple[Tensor, ...]:
         """The damped curvature under the block's own approximation, times a change of the parameters."""
+
+    def curved(
+        self, direction: Direction, vectors: Sequence[Tensor], group: Group
+    ) -> tuple[float, tuple[Tensor, ...] | None]:
+        """The damped curvature times a direction just made from these vectors: a share of them, or of tensors.
+
+        Natural gradients are the inverse of just that.
+        """
+        return 1.0, None
 
     @property
     def shows_rows(self) -> bool:
@@ -356,6 +407,7 @@ class Block(ABC):
             "failures": self.failures,
             "version": self.version,
             "rows": self.rows,
+            "pace": None if self.pace is None else self.pace.state_dict(self._packed),
             "factors": {side: factor.state_dict() for side, factor in self.factors.items()},
         }
 
@@ -373,6 +425,10 @@ class Block(ABC):
             raise ValueError(f"the saved state was retired for {state['retired']!r}")
         for side, factor in self.factors.items():
             factor.load_state_dict(state["factors"][side])
+        if (state["pace"] is None) != (self.pace is None):
+            raise ValueError("the saved state has other intervals between statistics (stale=)")
+        if self.pace is not None:
+            self.pace.load_state_dict(state["pace"], self._unpacked)
         self.retired, self.missed = state["retired"], 0
         self.failures, self.version, self.rows = counts
 
@@ -386,9 +442,13 @@ class Block(ABC):
 
     @property
     def nbytes(self) -> dict[str, int]:
-        """Memory of averages and of decompositions."""
+        """Memory of averages, of decompositions and of what these are compared with."""
         factors = self.factors.values()
-        return {"factors": sum(f.nbytes for f in factors), "basis": sum(f.basis_nbytes for f in factors)}
+        own = {"factors": sum(f.nbytes for f in factors), "basis": sum(f.basis_nbytes for f in factors)}
+        if self.pace is not None:  # the younger snapshot is the basis in use
+            kept = [t for old in self.pace.seen[1:] for side in self._packed(old).values() for t in side.values()]
+            own["snapshots"] = sum(t.nbytes for t in kept if t is not None)
+        return own
 
     def timed(self, phase: str) -> AbstractContextManager[None]:
         """Count the seconds spent in a phase."""

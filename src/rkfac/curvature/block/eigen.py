@@ -121,7 +121,7 @@ class EigenBlock(KroneckerBlock):
         self._samples = pending.samples(settings.loss_average)
         if squares is not None:
             scale = pending.of_squares(settings.loss_average, settings.sampled, loss_scale)
-            self._take(squares.to(self.weight.device) * scale, group["factor_decay"])
+            self._take(squares.to(self.weight.device) * scale, self.decay(group))
         return True
 
     def learn(self, gradients: tuple[Tensor, ...], group: Group) -> None:

@@ -84,6 +84,12 @@ class Factor(ABC, Generic[Low]):
     def _exponent(self) -> int:
         return 0 if math.isinf(self._level) else math.ceil(self._level)
 
+    def start_from(self, other: Factor[Low]) -> None:
+        """Go on from another one's average, which then weighs as much as all of the past, and from its basis."""
+        self._value = None if other._value is None else other._value.clone()
+        self._level, self._identity, self._weight = other._level, other._identity, 1.0
+        self.updates, self._refreshed = other.updates, other._refreshed
+
     def take(self, moment: Moment, decay: float) -> None:
         """One more statistic, in place."""
         self._value = self._present
@@ -147,6 +153,26 @@ class Factor(ABC, Generic[Low]):
     def adopt(self, refreshed: Refreshed[Low]) -> None:
         """Use a finished decomposition from now on."""
         self._refreshed = refreshed
+
+    # --- how much it changed
+
+    def snapshot(self) -> Refreshed[Low]:
+        """The decomposition in use, as it stays when another one is adopted."""
+        return self._in_use
+
+    def distance(self, now: Refreshed[Low], then: Refreshed[Low]) -> float:
+        """||X - Y||_F / ||Y||_F of two decompositions, wherever the older one was made."""
+        if then.mean.device != now.mean.device:
+            then = self.unpacked(self.packed(then))
+        return now.low.distance(then.low)
+
+    def packed(self, snapshot: Refreshed[Low]) -> dict[str, Tensor | None]:
+        """A snapshot as tensors by name."""
+        return self._packed(snapshot)
+
+    def unpacked(self, tensors: Mapping[str, Any]) -> Refreshed[Low]:
+        """And back, onto this factor's device; refuses what does not fit or is not finite."""
+        return self._unpacked(tensors)
 
     # --- what it knows
 
