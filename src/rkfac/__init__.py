@@ -14,6 +14,7 @@ from rkfac.curvature import (
 from rkfac.optim import (
     KFAC,
     RSKFAC,
+    SENG,
     SREKFAC,
     LayerReport,
     LevenbergMarquardt,
@@ -30,6 +31,7 @@ __all__ = [
     "KFAC",
     "RSKFAC",
     "RSVD",
+    "SENG",
     "SREKFAC",
     "SREVD",
     "Auto",

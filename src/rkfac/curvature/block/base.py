@@ -20,9 +20,8 @@ from rkfac.curvature.damping import Damping
 from rkfac.curvature.decompose import Decomposition, Request
 from rkfac.curvature.factor import Factor, Start
 from rkfac.curvature.following import Follower, Origin
-from rkfac.curvature.moment import Moment
 from rkfac.curvature.randomness import Randomness, subset
-from rkfac.curvature.statistics import Statistics
+from rkfac.curvature.statistics import Collected, Statistics
 from rkfac.curvature.stopwatch import Stopwatch
 from rkfac.layers.base import Adapter, own_parameters
 from rkfac.linalg import DecompositionError, Rowwise
@@ -91,6 +90,7 @@ class Block(ABC):
 
     kind: ClassVar[str]  # what a person calls it
     positions_summed: ClassVar[bool] = False  # whether a row is a whole sample already
+    period: ClassVar[str] = "factor_every"  # the group's number that says how often it collects statistics
 
     def __init__(self, name: str, module: nn.Module, adapter: Adapter, settings: Settings) -> None:
         self.name = name
@@ -130,9 +130,9 @@ class Block(ABC):
         """Entries of the layer's output at one position."""
 
     @property
-    @abstractmethod
     def factors(self) -> Mapping[str, Factor[Any]]:
-        """Its running factors by side."""
+        """Its running factors by side; a block without any says itself what the next properties and `_take` say of them."""
+        return {}
 
     @property
     def ready(self) -> bool:
@@ -140,9 +140,19 @@ class Block(ABC):
         return all(factor.ready for factor in self.factors.values())
 
     @property
+    def updates(self) -> int:
+        """How many statistics came in."""
+        return min(factor.updates for factor in self.factors.values())
+
+    @property
     def observed(self) -> bool:
         """Whether any statistic ever came in."""
-        return all(factor.updates > 0 for factor in self.factors.values())
+        return self.updates > 0
+
+    @property
+    def refresh_cost(self) -> float:
+        """Of a refresh beside those of other layers, for taking turns."""
+        return float(sum(factor.refresh_cost for factor in self.factors.values()))
 
     def reset(self) -> None:
         """Forget everything: at the start, and when the set of trained parameters changes."""
@@ -205,12 +215,11 @@ class Block(ABC):
         if most is None or rows <= most:
             return None, 1.0
         # Named by what a saved state knows, so that a resumed run draws the same.
-        updates = next(iter(self.factors.values())).updates
-        generator = self.settings.randomness.generator("rows", self.name, updates, self.pending.calls)
+        generator = self.settings.randomness.generator("rows", self.name, self.updates, self.pending.calls)
         return subset(rows, most, generator).to(device), rows / most
 
-    def moments(self) -> tuple[Moment, ...]:
-        """Empty moments, one a factor, in the order of `factors`."""
+    def moments(self) -> tuple[Collected, ...]:
+        """What statistics are gathered in, empty: a moment a factor, in the order of `factors`."""
         return tuple(factor.moment() for factor in self.factors.values())
 
     def discard(self) -> None:
@@ -230,12 +239,20 @@ class Block(ABC):
             )
             if finite:
                 self.rows = pending.tokens
-                for factor, moment in zip(self.factors.values(), pending.moments, strict=True):
-                    factor.take(moment, group["factor_decay"])
+                self._take(group)
             self.discard()
             return finite
 
+    def _take(self, group: Group) -> None:
+        """The pending statistics, settled, go where they belong: each moment into its factor's average."""
+        for factor, moment in zip(self.factors.values(), self.pending.moments, strict=True):
+            factor.take(moment, group["factor_decay"])
+
     # --- basis
+
+    def asks(self, due: bool) -> bool:
+        """Whether a refresh is wanted now: when one is due, and at once for a first basis."""
+        return due or (not self.ready and self.failures == 0)
 
     def refresh(self, group: Group) -> None:
         """Decompose the running averages anew; a failure keeps the old basis, a row of failures is an error."""
