@@ -28,6 +28,8 @@ class Enrolled:
     make: Callable[..., torch.optim.Optimizer]
     statistics: Callable[[torch.optim.Optimizer], dict[str, Tensor]] = averages
     lacks: frozenset[str] = field(default_factory=frozenset)  # keywords that mean nothing to it
+    period: str = "factor_every"  # what says how often it collects statistics
+    coupled: bool = False  # whether SGD's decay joins the momentum under graft=None
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         return self.make(*args, **keywords)
@@ -38,6 +40,16 @@ def _adamw_length(model: Any, *args: Any, momentum: float | None = None, **keywo
     if keywords.get("fallback") == "sgd":
         keywords["momentum"] = momentum
     return stated.RSKFAC(model, *args, **{"graft": "adamw", **SMALL, **keywords})
+
+
+def _seng(model: Any, *args: Any, own: dict[str, Any], **keywords: Any) -> Any:
+    """The suite's settings of factors and decompositions mean nothing to it."""
+    known = {name: value for name, value in keywords.items() if name not in rkfac.SENG.lacks}
+    return stated.SENG(model, *args, **{**own, **known})
+
+
+def _enrolled_seng(**own: Any) -> Enrolled:
+    return Enrolled(partial(_seng, own=own), lacks=frozenset(rkfac.SENG.lacks), period="inverse_every", coupled=True)
 
 
 OPTIMIZERS: dict[str, Enrolled] = {
@@ -52,5 +64,10 @@ OPTIMIZERS: dict[str, Enrolled] = {
     "graft-adamw": Enrolled(_adamw_length, lacks=frozenset({"momentum"})),
     "input-side": Enrolled(partial(stated.RSKFAC, sides="input", **SMALL)),
     "output-side": Enrolled(partial(stated.RSKFAC, sides="output", **SMALL)),
+    "SENG": _enrolled_seng(),
+    # Everything that is drawn or replaced is, in layers this small.
+    "SENG-published": _enrolled_seng(
+        columns=3, explicit_up_to=60, positions=2, scaling="published", product="published", graft=None
+    ),
     "paper": Enrolled(partial(rkfac.RSKFAC, **{**rkfac.paper_defaults(), **SMALL})),
 }

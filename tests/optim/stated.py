@@ -33,3 +33,6 @@ STATED: dict[str, Any] = {
 KFAC = partial(rkfac.KFAC, graft="sgd", **STATED)
 RSKFAC = partial(rkfac.RSKFAC, graft="sgd", **STATED)
 SREKFAC = partial(rkfac.SREKFAC, graft="sgd", **STATED)
+
+# Without what means nothing to it.
+SENG = partial(rkfac.SENG, graft="sgd", **{k: v for k, v in STATED.items() if k not in rkfac.SENG.lacks})

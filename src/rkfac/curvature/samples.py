@@ -23,7 +23,8 @@ FARTHEST = 480  # binary exponent of entries whose square float64 holds with roo
 class Piece(ABC):
     """What one call (or several of one pass) adds: rows u_n of so many samples."""
 
-    exponent = 0  # of about its largest entry, once it has been settled
+    # Of about its largest gradient and input, once it has been settled: two, for samples may be mixed before a product.
+    of_G = of_X = 0
 
     @property
     @abstractmethod
@@ -47,8 +48,8 @@ class Piece(ABC):
         """Take what `readings` were."""
 
     @abstractmethod
-    def in_units(self, exponent: int) -> Formed | Outer:
-        """The rows over 2^exponent."""
+    def in_units(self, of_G: int, of_X: int) -> Formed | Outer:
+        """Gradients over 2^of_G, inputs over 2^of_X."""
 
 
 @dataclass(eq=False)
@@ -81,12 +82,12 @@ class FormedPiece(Piece):
 
     def settle(self, numbers: Sequence[float]) -> None:
         """The exponent of the largest entry."""
-        self._within = math.frexp(max(map(abs, numbers[:2])))[1]
-        self.exponent = self._within - (math.frexp(numbers[2])[1] - 1)
+        self._unit = math.frexp(numbers[2])[1] - 1
+        self.of_G = math.frexp(max(map(abs, numbers[:2])))[1] - self._unit
 
-    def in_units(self, exponent: int) -> Formed:
-        """The rows over 2^exponent."""
-        return Formed(_scaled(self.rows, -self._within + self.exponent - exponent), self.shape)
+    def in_units(self, of_G: int, of_X: int) -> Formed:
+        """The products over both."""
+        return Formed(_scaled(self.rows, -self._unit - of_G - of_X), self.shape)
 
 
 @dataclass(eq=False)
@@ -119,13 +120,11 @@ class OuterPiece(Piece):
 
     def settle(self, numbers: Sequence[float]) -> None:
         """The exponents of the largest entries."""
-        self._of_G, self._of_X = (math.frexp(max(map(abs, pair)))[1] for pair in (numbers[:2], numbers[2:]))
-        self.exponent = self._of_G + self._of_X
+        self.of_G, self.of_X = (math.frexp(max(map(abs, pair)))[1] for pair in (numbers[:2], numbers[2:]))
 
-    def in_units(self, exponent: int) -> Outer:
-        """The rows over 2^exponent."""
-        G = _scaled(self.rows, -self._of_G + self.exponent - exponent)
-        return Outer(G, _scaled(self.inputs, -self._of_X))
+    def in_units(self, of_G: int, of_X: int) -> Outer:
+        """Each side over its own."""
+        return Outer(_scaled(self.rows, -of_G), _scaled(self.inputs, -of_X))
 
 
 class Gathered:
@@ -162,13 +161,17 @@ class Gathered:
         for part, count in zip(self._parts, self._numbers, strict=True):
             part.settle(numbers[at : at + count])
             at += count
-        return max(part.exponent for part in self._parts) < FARTHEST
+        return sum(self._exponents()) < FARTHEST
+
+    def _exponents(self) -> tuple[int, int]:
+        return max(part.of_G for part in self._parts), max(part.of_X for part in self._parts)
 
     def taken(self) -> tuple[Rows, float]:
         """All rows in units of about the largest one, and what their U^T U is multiplied by to be F."""
-        exponent = max(-FARTHEST, *(part.exponent for part in self._parts))
-        size = self.scale * 4.0**exponent
-        made = [part.in_units(exponent) for part in self._parts]
+        of_G, of_X = self._exponents()
+        of_G = max(of_G, -FARTHEST - of_X)  # gradients smaller than that are none
+        size = self.scale * 4.0 ** (of_G + of_X)
+        made = [part.in_units(of_G, of_X) for part in self._parts]
         products = [rows for rows in made if isinstance(rows, Outer)]
         if len(products) == len(made):
             return _side_by_side(products), size

@@ -142,7 +142,12 @@ class Outer(Rows):
         """At most so many positions a sample: the leading singular directions of each G_n."""
         if self.G.shape[2] <= positions:
             return self
-        left = left_singular(self.G, name)[0][..., :positions]  # (c, n, s, positions)
+        left, sigma = left_singular(self.G, name)  # (c, n, s, k)
+        left, sigma = left[..., :positions], sigma[..., :positions]
+        # The stand-in for `back` mixes samples, so nothing here may be LAPACK's choice: neither signs nor null vectors.
+        null = sigma <= 64 * torch.finfo(sigma.dtype).eps * sigma[..., :1]
+        sign = left.gather(-2, left.abs().argmax(-2, keepdim=True)).sign()
+        left = torch.where(null[..., None, :], torch.zeros_like(left), left * sign)
         return Outer(left.mT @ self.G, left.mT @ self.X)
 
 
