@@ -23,6 +23,7 @@ from rkfac.optim import (
     paper_defaults,
     paper_schedules,
     recipe,
+    seng_defaults,
 )
 
 __version__ = "0.1.0"
@@ -49,5 +50,6 @@ __all__ = [
     "paper_schedules",
     "recipe",
     "schedules",
+    "seng_defaults",
     "theory",
 ]

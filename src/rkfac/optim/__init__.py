@@ -2,7 +2,7 @@
 
 from rkfac.optim.adaptive import LevenbergMarquardt
 from rkfac.optim.kfac import KFAC, RSKFAC, SREKFAC
-from rkfac.optim.presets import classical_defaults, paper_defaults, paper_schedules, recipe
+from rkfac.optim.presets import classical_defaults, paper_defaults, paper_schedules, recipe, seng_defaults
 from rkfac.optim.report import LayerReport, Spectra
 from rkfac.optim.seng import SENG
 
@@ -18,4 +18,5 @@ __all__ = [
     "paper_defaults",
     "paper_schedules",
     "recipe",
+    "seng_defaults",
 ]
