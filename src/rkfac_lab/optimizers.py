@@ -24,6 +24,7 @@ CLASSES = {
     "k-fac": "rkfac:KFAC",
     "rs-kfac": "rkfac:RSKFAC",
     "sre-kfac": "rkfac:SREKFAC",
+    "seng": "rkfac:SENG",
     "sgd": "torch.optim:SGD",
     "adamw": "torch.optim:AdamW",
     "muon": "rkfac_lab.muon:muon",
