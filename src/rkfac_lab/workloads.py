@@ -69,7 +69,13 @@ class Workload:
     evaluate_steps: int | None = None  # also inside epochs, every so many steps
     evaluation_size: int | None = None  # test samples that are measured; None: all, where that costs little
     measured_on: str = "test"  # what the names of all measurements begin with
-    compared: tuple[str, ...] = ("rs-kfac", "sre-kfac", "k-fac", "sgd", "adamw")  # by `rkfac compare`, unless it is told
+    compared: tuple[str, ...] = (
+        "rs-kfac",
+        "sre-kfac",
+        "k-fac",
+        "sgd",
+        "adamw",
+    )  # by `rkfac compare`, unless it is told
 
     def arguments(self, optimizer: str) -> dict[str, Any]:
         """The constructor's arguments for an optimizer here; `rs-kfac+sgd` gets sgd's, and what K-FAC needs."""

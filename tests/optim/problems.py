@@ -136,7 +136,9 @@ def fisher(basis: dict[str, Any]) -> Tensor:
 def updates(optimizer: torch.optim.Optimizer) -> set[int]:
     """How many statistics the running factors have seen."""
     blocks = optimizer.state_dict()["curvature"]["blocks"].values()
-    return {n for b in blocks for n in ([b["updates"]] if "updates" in b else [f["updates"] for f in b["factors"].values()])}
+    return {
+        n for b in blocks for n in ([b["updates"]] if "updates" in b else [f["updates"] for f in b["factors"].values()])
+    }
 
 
 def assert_same_averages(

@@ -14,7 +14,20 @@ from torch import Tensor, nn
 
 import rkfac
 from optim import stated
-from optim.problems import assert_moved, averages, convnet, images, mlp, parameters, reader, rows, sentences, step, train, twin
+from optim.problems import (
+    assert_moved,
+    averages,
+    convnet,
+    images,
+    mlp,
+    parameters,
+    reader,
+    rows,
+    sentences,
+    step,
+    train,
+    twin,
+)
 from optim.test_trajectory import batches, network
 from oracles import numpy_seng
 from rkfac.curvature.randomness import Seeded, subset
@@ -183,7 +196,9 @@ def test_drawn_samples_are_unbiased(monkeypatch: pytest.MonkeyPatch) -> None:
     choices = list(itertools.combinations(range(9), 3))
     total = torch.zeros(U.shape[1], U.shape[1]).double()
     for chosen in choices:
-        monkeypatch.setattr(optimizer._blocks["2"], "draw", lambda n, device, chosen=chosen: (torch.tensor(chosen), 3.0))
+        monkeypatch.setattr(
+            optimizer._blocks["2"], "draw", lambda n, device, chosen=chosen: (torch.tensor(chosen), 3.0)
+        )
         step(model, optimizer, (x, y))
         total += averages(optimizer)["2"] / len(choices)
     torch.testing.assert_close(total, U.T @ U)
@@ -320,7 +335,7 @@ def test_bad_values_are_refused_by_name(name: str, value: Any) -> None:
 
 
 def test_published_norms_ask_for_an_absolute_damping() -> None:
-    with pytest.raises(ValueError, match="norms='published'.*relative_to=None"):
+    with pytest.raises(ValueError, match=r"norms='published'.*relative_to=None"):
         rkfac.SENG(mlp(), norms="published")
 
 
@@ -449,7 +464,15 @@ def test_thirty_steps_agree_with_numpy(sketch: str, damping: float, unit: Any) -
     start = [(m.weight.detach().numpy().copy(), m.bias.detach().numpy().copy()) for m in layers.values()]
     numbers: dict[str, Any] = {"lr": 0.02 if unit is None else 0.004, "momentum": 0.9, "weight_decay": 1e-2}
     optimizer = rkfac.SENG(
-        model, damping=damping, relative_to=unit, graft=None, inverse_every=7, eager_start=False, seed=3, **settings, **numbers
+        model,
+        damping=damping,
+        relative_to=unit,
+        graft=None,
+        inverse_every=7,
+        eager_start=False,
+        seed=3,
+        **settings,
+        **numbers,
     )
     source, names = Seeded(3), list(layers)
 

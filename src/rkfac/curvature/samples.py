@@ -24,7 +24,7 @@ class Piece(ABC):
     """What one call (or several of one pass) adds: rows u_n of so many samples."""
 
     # Of about its largest gradient and input, once it has been settled: two, for samples may be mixed before a product.
-    of_G = of_X = 0
+    gradient_exponent = input_exponent = 0
 
     @property
     @abstractmethod
@@ -48,8 +48,8 @@ class Piece(ABC):
         """Take what `readings` were."""
 
     @abstractmethod
-    def in_units(self, of_G: int, of_X: int) -> Formed | Outer:
-        """Gradients over 2^of_G, inputs over 2^of_X."""
+    def in_units(self, gradient_exponent: int, input_exponent: int) -> Formed | Outer:
+        """Gradients over 2^gradient_exponent, inputs over 2^input_exponent."""
 
 
 @dataclass(eq=False)
@@ -83,11 +83,11 @@ class FormedPiece(Piece):
     def settle(self, numbers: Sequence[float]) -> None:
         """The exponent of the largest entry."""
         self._unit = math.frexp(numbers[2])[1] - 1
-        self.of_G = math.frexp(max(map(abs, numbers[:2])))[1] - self._unit
+        self.gradient_exponent = math.frexp(max(map(abs, numbers[:2])))[1] - self._unit
 
-    def in_units(self, of_G: int, of_X: int) -> Formed:
+    def in_units(self, gradient_exponent: int, input_exponent: int) -> Formed:
         """The products over both."""
-        return Formed(_scaled(self.rows, -self._unit - of_G - of_X), self.shape)
+        return Formed(_scaled(self.rows, -self._unit - gradient_exponent - input_exponent), self.shape)
 
 
 @dataclass(eq=False)
@@ -120,11 +120,13 @@ class OuterPiece(Piece):
 
     def settle(self, numbers: Sequence[float]) -> None:
         """The exponents of the largest entries."""
-        self.of_G, self.of_X = (math.frexp(max(map(abs, pair)))[1] for pair in (numbers[:2], numbers[2:]))
+        self.gradient_exponent, self.input_exponent = (
+            math.frexp(max(map(abs, pair)))[1] for pair in (numbers[:2], numbers[2:])
+        )
 
-    def in_units(self, of_G: int, of_X: int) -> Outer:
+    def in_units(self, gradient_exponent: int, input_exponent: int) -> Outer:
         """Each side over its own."""
-        return Outer(_scaled(self.rows, -of_G), _scaled(self.inputs, -of_X))
+        return Outer(_scaled(self.rows, -gradient_exponent), _scaled(self.inputs, -input_exponent))
 
 
 class Gathered:
@@ -164,14 +166,14 @@ class Gathered:
         return sum(self._exponents()) < FARTHEST
 
     def _exponents(self) -> tuple[int, int]:
-        return max(part.of_G for part in self._parts), max(part.of_X for part in self._parts)
+        return max(part.gradient_exponent for part in self._parts), max(part.input_exponent for part in self._parts)
 
     def taken(self) -> tuple[Rows, float]:
         """All rows in units of about the largest one, and what their U^T U is multiplied by to be F."""
-        of_G, of_X = self._exponents()
-        of_G = max(of_G, -FARTHEST - of_X)  # gradients smaller than that are none
-        size = self.scale * 4.0 ** (of_G + of_X)
-        made = [part.in_units(of_G, of_X) for part in self._parts]
+        gradient_exponent, input_exponent = self._exponents()
+        gradient_exponent = max(gradient_exponent, -FARTHEST - input_exponent)  # gradients smaller than that are none
+        size = self.scale * 4.0 ** (gradient_exponent + input_exponent)
+        made = [part.in_units(gradient_exponent, input_exponent) for part in self._parts]
         products = [rows for rows in made if isinstance(rows, Outer)]
         if len(products) == len(made):
             return _side_by_side(products), size

@@ -41,8 +41,8 @@ class Rows(ABC):
         """U vec(J)."""
 
     @abstractmethod
-    def back(self, b: Float[Tensor, " n"]) -> Tensor:
-        """U^T b in the shape of a row."""
+    def back(self, b: Float[Tensor, " n"], onto: Tensor) -> Tensor:
+        """A gradient plus U^T b, as a new one."""
 
     @abstractmethod
     def columns(self, places: Tensor) -> Formed:
@@ -69,9 +69,9 @@ class Formed(Rows):
         """2 n D flops."""
         return self.U @ J.flatten()
 
-    def back(self, b: Float[Tensor, " n"]) -> Tensor:
+    def back(self, b: Float[Tensor, " n"], onto: Tensor) -> Tensor:
         """2 n D flops."""
-        return (b @ self.U).view(self.row)
+        return torch.addmv(onto.flatten(), self.U.mT, b).view(self.row)
 
     def columns(self, places: Tensor) -> Formed:
         """A copy of them."""
@@ -107,9 +107,9 @@ class Outer(Rows):
         left = (G @ J * X) if G.shape[-1] >= X.shape[-1] else (X @ J.mT * G)
         return left.sum((0, 2)).view(self.G.shape[1:3]).sum(1)
 
-    def back(self, b: Float[Tensor, " n"]) -> Tensor:
+    def back(self, b: Float[Tensor, " n"], onto: Tensor) -> Tensor:
         """sum_n b_n sum_s g x^T, 2 n s d_G d_A flops."""
-        return (self.G * b[:, None, None]).flatten(1, 2).mT @ self.X.flatten(1, 2)
+        return torch.baddbmm(onto, (self.G * b[:, None, None]).flatten(1, 2).mT, self.X.flatten(1, 2))
 
     def columns(self, places: Tensor) -> Formed:
         """Products of entries of G and X."""
@@ -127,7 +127,7 @@ class Outer(Rows):
         made = self.G.mT @ self.X  # (c, n, dg, da)
         return Formed(made.transpose(0, 1).reshape(self.G.shape[1], -1), self.shape)
 
-    def mixed(self, b: Float[Tensor, " n"]) -> Tensor:
+    def mixed(self, b: Float[Tensor, " n"], onto: Tensor) -> Tensor:
         """The published stand-in for `back`, 2 s d_G d_A flops: exact for one sample, and for samples all alike.
 
         (sum_n |b_n|^1/2 G_n) (sum_n b_n X_n)^T / sum_m |b_m|^1/2.
@@ -136,7 +136,7 @@ class Outer(Rows):
         total = root.sum()
         left = torch.einsum("n,cnsg->csg", root, self.G)
         right = torch.einsum("n,cnsa->csa", b / torch.where(total > 0, total, torch.ones_like(total)), self.X)
-        return left.mT @ right
+        return torch.baddbmm(onto, left.mT, right)
 
     def shortened(self, positions: int, name: str) -> Outer:
         """At most so many positions a sample: the leading singular directions of each G_n."""
@@ -230,11 +230,11 @@ class Woodbury:
 
     def solve(self, J: Tensor, damping: Tensor) -> Tensor:
         """l times the solution; `damping` is the one inside of (l I + K)^-1, one float64 number."""
-        b = self._b(J, damping).to(J.dtype)
+        b = -self._b(J, damping).to(J.dtype)
         if self.mixed:
             assert isinstance(self.rows, Outer), "rows that are formed are not mixed"
-            return J - self.rows.mixed(b)
-        return J - self.rows.back(b)
+            return self.rows.mixed(b, J)
+        return self.rows.back(b, J)
 
     def _b(self, J: Tensor, damping: Tensor) -> Tensor:
         r = self.seen.times(self.sample.pick(J)).double() * self.share
@@ -245,7 +245,7 @@ class Woodbury:
 
     def multiply(self, D: Tensor) -> Tensor:
         """U^T U D, of all entries."""
-        return self.rows.back(self.rows.times(D))
+        return self.rows.back(self.rows.times(D), torch.zeros_like(D))
 
 
 def woodbury(rows: Rows, sample: Sample, mixed: bool, name: str) -> Woodbury:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +18,21 @@ from rkfac.curvature.following import Origin
 from rkfac.curvature.randomness import subset
 from rkfac.curvature.samples import FormedPiece, Gathered, OuterPiece, Piece, unit_for
 from rkfac.layers.base import MAX_CHUNK, Adapter, KroneckerAdapter, UnitAdapter, statistics_dtype
-from rkfac.linalg import Everything, Formed, Grid, Outer, Places, Rows, Sample, Whole, Woodbury, unit_of, woodbury
+from rkfac.linalg import (
+    SAFE,
+    Everything,
+    Formed,
+    Grid,
+    Outer,
+    Places,
+    Rows,
+    Sample,
+    Whole,
+    Woodbury,
+    at_once,
+    unit_of,
+    woodbury,
+)
 
 
 @dataclass(frozen=True)
@@ -185,7 +199,9 @@ class GradientsBlock(Block):
             return Everything()
         device = self.weight.device
         if self.explicit or not isinstance(rows, Outer):
-            return Places(self._drawn("entries", rows.entries, q * q).to(device)) if rows.entries > q * q else Everything()
+            return (
+                Places(self._drawn("entries", rows.entries, q * q).to(device)) if rows.entries > q * q else Everything()
+            )
         _, d_G, d_A = rows.shape
         i = self._drawn("output", d_G, q).to(device) if d_G > q else None
         j = self._drawn("input", d_A, q).to(device) if d_A > q else None
@@ -213,7 +229,10 @@ class GradientsBlock(Block):
             inverse, unit = self._basis.inverse, unit_of(gradients)
             inside = in_units / inverse.share if self.sketch.scaling == "published" else in_units
             J = self._matrix(gradients, statistics_dtype(self.weight))
-            J = J / unit.to(J.dtype)
+            if at_once(unit) and SAFE[0] < float(unit) < SAFE[1]:
+                unit = torch.ones_like(unit)
+            else:
+                J = J / unit.to(J.dtype)
             solved = inverse.solve(J, inside)
             return Direction(
                 tuple(map(Whole, self._tensors(solved, gradients))),
@@ -408,9 +427,7 @@ class ShrunkBlock(Block):
         scale = unit / (1 + group["damping"])
         size = sum(part.numel() for part in parts)
         given = length * unit
-        return Direction(
-            tuple(map(Whole, parts)), scale, size, lambda: given, length, lambda: length.square() * unit
-        )
+        return Direction(tuple(map(Whole, parts)), scale, size, lambda: given, length, lambda: length.square() * unit)
 
     def multiply(self, change: tuple[Tensor, ...], group: Group) -> tuple[Tensor, ...]:
         """(1 + l) times a change."""
