@@ -2,7 +2,9 @@
 
 Application is all that optimizer.step() does on a plain step. The exponents are slopes of a line through the measured
 points, logarithm against logarithm; what was not measured is not extrapolated. Averages have seen more rows than the
-layer is wide before anything is timed: LAPACK is faster on matrices of low rank.
+layer is wide before anything is timed: LAPACK is faster on matrices of low rank. A step of any optimizer reads and writes the
+whole weight, so that no application grows slower than the square of the width for long; what SGD's own step takes is
+measured beside it.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from torch import nn
 
 from rkfac_lab.bench import streams
 from rkfac_lab.bench.contestants import chosen
+from rkfac_lab.bench.entrant import Entrant
 from rkfac_lab.bench.outcome import MEDIANS, outcome
 from rkfac_lab.bench.problems import Problem
 from rkfac_lab.bench.step import race
@@ -24,24 +27,31 @@ from rkfac_lab.bench.timing import Spread
 
 WIDTHS = (1024, 2048, 4096, 8192)
 EXACT = "K-FAC (paper)"
-METHODS = (EXACT, "RS-KFAC (paper)", "SRE-KFAC (paper)")
-PARTS = ("refresh", "application", "both")
+METHODS = (EXACT, "RS-KFAC (paper)", "SRE-KFAC (paper)", "SENG (paper)", "SENG (paper, exact product)")
+PARTS = ("refresh", "application", "both", "beyond")
 BATCH = 256
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One method at one width: seconds of one refresh and of one application."""
+    """One method at one width: seconds of one refresh and of one application, and of a whole step() of SGD's."""
 
     width: int
     method: str
     refresh: Spread
     application: Spread
+    sgd: Spread
 
     @property
     def both(self) -> Spread:
         """One of each."""
         return Spread.through(lambda part: sum(part.values()), {"r": self.refresh, "a": self.application})
+
+    @property
+    def beyond(self) -> Spread:
+        """One of each, without what SGD's step takes."""
+        own = {"r": self.refresh, "a": self.application, "s": self.sgd}
+        return Spread.through(lambda part: part["r"] + part["a"] - part["s"], own)
 
 
 def problem(width: int, rank: int) -> Problem:
@@ -72,18 +82,22 @@ def run(
         layer = problem(width, rank)
         everyone = chosen(layer, METHODS)
         methods = {name: everyone[name] for name in METHODS if name != EXACT or width <= exact_up_to}
-        for entrant in race(layer, methods, rounds, progress):
+        sgd, *others = race(layer, {"SGD": everyone["SGD"], **methods}, rounds, progress)
+        for entrant in others:
             refresh = Spread.of(entrant.phases["refresh"]["refresh"])
-            plain = entrant.phases["plain"]
-            # The last product may be formed where it is added to the weight, so that the two are not told apart.
-            steps = [sum(pair) for pair in zip(plain["application"], plain["update"], strict=True)]
-            rows.append(Measurement(width, entrant.name, refresh, Spread.of(steps)))
+            rows.append(Measurement(width, entrant.name, refresh, Spread.of(_steps(entrant)), Spread.of(_steps(sgd))))
     return rows
 
 
+def _steps(entrant: Entrant) -> list[float]:
+    """Of plain steps; the last product may be formed where it is added to the weight: the two are not told apart."""
+    plain = entrant.phases["plain"]
+    return [sum(pair) for pair in zip(plain["application"], plain["update"], strict=True)]
+
+
 def exponent(widths: Sequence[float], seconds: Sequence[float]) -> float | None:
-    """The power of the width that fits best in the least squares of the logarithms; None for a single width."""
-    if len(set(widths)) < 2:
+    """The power of the width that fits best in the least squares of the logarithms; None for a single width, or no time."""
+    if len(set(widths)) < 2 or min(seconds) <= 0:
         return None
     return float(np.polyfit(np.log(widths), np.log(seconds), 1)[0])
 
@@ -115,7 +129,10 @@ def table(rows: Sequence[Measurement]) -> Table:
             cells = ["-" if row is None else str(getattr(row, part)) for row in here]
             shown.add_row(part, method, *cells, "-" if slope is None else f"{slope:.2f}")
         shown.add_section()
-    shown.caption = f"{MEDIANS}; application: step() of a plain step; exponent: fitted; -: not measured"
+    shown.caption = (
+        f"{MEDIANS}; application: step() of a plain step, the pass over the weight that every optimizer makes included; both: "
+        "one of each; beyond: both, without SGD's step(); statistics are not counted; exponent: fitted; -: not measured"
+    )
     return shown
 
 
