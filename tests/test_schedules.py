@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import rkfac
-from rkfac.schedules import Scheduler, Steps
+from rkfac.schedules import Polynomial, Scheduler, Steps
 
 
 def test_the_papers_schedules_are_its_indicator_formulas_at_every_epoch() -> None:
@@ -54,3 +54,23 @@ def test_bad_schedules_are_refused_by_name() -> None:
         Steps({0: 0.1, 1: 0.2})
     with pytest.raises(ValueError, match=r"'dampin'.*damping"):
         Scheduler(rkfac.KFAC(nn.Linear(2, 2)), dampin=Steps({1: 0.1}))
+
+
+def test_a_polynomial_goes_down_to_zero_by_epochs_and_parts_of_them() -> None:
+    schedule = Polynomial(0.05, 75, 6)
+    assert schedule(1) == 0.05
+    assert schedule(26) == pytest.approx(0.05 * (2 / 3) ** 6)
+    assert schedule(1 + 3 / 196) == pytest.approx(0.05 * (1 - 3 / 196 / 75) ** 6)
+    assert schedule(76) == schedule(100) == 0.0
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    Scheduler(optimizer, lr=schedule).step()
+    assert optimizer.param_groups[0]["lr"] == schedule(2)
+
+
+@pytest.mark.parametrize(
+    "bad", [{"start": 0}, {"epochs": -1}, {"power": "x"}, {"power": True}, {"epochs": float("inf")}]
+)
+def test_a_polynomial_of_nonsense_is_refused_by_name(bad: dict[str, object]) -> None:
+    (name,) = bad
+    with pytest.raises(ValueError, match=name):
+        Polynomial(**{"start": 0.1, "epochs": 10, "power": 2, **bad})  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ from rkfac.optim import (
     KFAC,
     KLDWRM,
     RSKFAC,
+    SENG,
     SKFAC,
     SREKFAC,
     LayerReport,
@@ -27,6 +28,7 @@ from rkfac.optim import (
     paper_defaults,
     paper_schedules,
     recipe,
+    seng_defaults,
 )
 
 __version__ = "0.1.0"
@@ -38,6 +40,7 @@ __all__ = [
     "KLDWRM",
     "RSKFAC",
     "RSVD",
+    "SENG",
     "SKFAC",
     "SREKFAC",
     "SREVD",
@@ -57,5 +60,6 @@ __all__ = [
     "paper_schedules",
     "recipe",
     "schedules",
+    "seng_defaults",
     "theory",
 ]

@@ -1,7 +1,8 @@
-"""Piecewise schedules of any hyper-parameter, with a state_dict."""
+"""Schedules of any hyper-parameter, with a state_dict."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -32,6 +33,26 @@ class Steps:
 
     def __repr__(self) -> str:
         return f"Steps({self.pieces})"
+
+
+class Polynomial:
+    """`start` (1 - e / epochs)^power, e being the epochs that are over: `Polynomial(0.05, 75, 6)` is SENG's in the paper.
+
+    At the beginning of epoch 1, e is 0; the published rate of a step inside of an epoch is `schedule(1 + steps / all)`.
+    """
+
+    def __init__(self, start: float, epochs: float, power: float) -> None:
+        for name, value in (("start", start), ("epochs", epochs), ("power", power)):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise ValueError(f"{name} of a Polynomial schedule must be a number greater than zero, got {value!r}")
+        self.start, self.epochs, self.power = start, epochs, power
+
+    def __call__(self, epoch: float) -> float:
+        """The value when `epoch` - 1 epochs are over; zero from the last one on."""
+        return float(self.start * max(0.0, 1 - (epoch - 1) / self.epochs) ** self.power)
+
+    def __repr__(self) -> str:
+        return f"Polynomial({self.start}, {self.epochs}, {self.power})"
 
 
 class Scheduler:

@@ -112,8 +112,12 @@ def compare(
         str, typer.Argument(help="The problem (or module:NAME); `rkfac data list` names the data each one needs.")
     ] = "digits-mlp",
     optimizers: Annotated[
-        str, typer.Option(help="Names, shipped configurations (paper-rs-kfac) or TOML files, comma-separated.")
-    ] = "rs-kfac,sre-kfac,k-fac,sgd,adamw",
+        str,
+        typer.Option(
+            help="Names, shipped configurations (paper-rs-kfac) or TOML files, comma-separated; else the workload's: the "
+            "K-FACs, sgd and adamw, or on cifar10-vgg16bn the paper's four rows."
+        ),
+    ] = "",
     seeds: Annotated[int, typer.Option(help="Runs of each optimizer.")] = 3,
     epochs: Annotated[int | None, typer.Option(help="Epochs of each run.")] = None,
     time_budget: Annotated[float | None, typer.Option(help="Seconds of training of each run.")] = None,
@@ -140,9 +144,11 @@ def compare(
     from rkfac_lab import compare as comparing
     from rkfac_lab import tuning
     from rkfac_lab.comparison import Comparison
+    from rkfac_lab.workloads import find
 
     common = {"epochs": epochs, "time_budget": time_budget, "data_dir": data_dir}
-    comparison = Comparison(workload, names(optimizers), seeds, tuple(settings or ()), common)
+    chosen = names(optimizers) if optimizers else find(workload).compared
+    comparison = Comparison(workload, chosen, seeds, tuple(settings or ()), common)
     search = tuning.in_passing(comparison, tuning.rates(grid), tune_epochs) if tune or grid else None
     if search and tuned:
         raise LabError("--tune chooses now what --tuned has chosen before; leave one of the two away.")

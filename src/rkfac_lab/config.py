@@ -29,7 +29,7 @@ class OptimizerConfig:
     """Which optimizer, and the keywords of its constructor."""
 
     name: str = "rs-kfac"
-    preset: str = ""  # "paper": start from rkfac.paper_defaults() instead of the workload's defaults
+    preset: str = ""  # "paper": start from rkfac.paper_defaults() or seng_defaults(), not from the workload's
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
@@ -151,7 +151,8 @@ def resolve(config: RunConfig) -> RunConfig:
         if grafted(chosen.name)[1] is not None:
             raise LabError(f"{chosen.name} takes another's settings and no preset; leave optimizer.preset away.")
 
-        defaults: Mapping[str, Any] = {**workload.kfac_needs, **rkfac.paper_defaults()}
+        paper = rkfac.seng_defaults() if chosen.name == "seng" else rkfac.paper_defaults()
+        defaults: Mapping[str, Any] = {**workload.kfac_needs, **paper}
     else:
         defaults = workload.arguments(chosen.name)
     arguments = {**defaults, **chosen.arguments}

@@ -28,6 +28,7 @@ CLASSES = {
     "b-kfac": "rkfac:BKFAC",
     "skfac": "rkfac:SKFAC",
     "kld-wrm": "rkfac:KLDWRM",
+    "seng": "rkfac:SENG",
     "sgd": "torch.optim:SGD",
     "adamw": "torch.optim:AdamW",
     "muon": "rkfac_lab.muon:muon",

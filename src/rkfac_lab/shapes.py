@@ -15,11 +15,15 @@ WARM_UP = 0.05  # of all steps
 
 @dataclass(frozen=True)
 class Moment:
-    """Where a run stands: the step it is about to take, of how many, and in which epoch; all counted from 1."""
+    """Where a run stands: the step it is about to take, of how many, and in which epoch; all counted from 1.
+
+    `passed`: epochs, and parts of one, that are over when the step is done.
+    """
 
     step: int
     steps: int
     epoch: int
+    passed: float = 0.0
 
 
 class Shape(Protocol):
@@ -63,10 +67,23 @@ class Epochs:
         return self.factors[max(begun)] if begun else 1.0
 
 
+@dataclass(frozen=True)
+class Polynomial:
+    """(1 - e / epochs)^power, e being the epochs that are over, step by step."""
+
+    epochs: float
+    power: float
+    needs_total = False
+
+    def __call__(self, moment: Moment) -> float:
+        return float(max(0.0, 1 - moment.passed / self.epochs) ** self.power)
+
+
 SHAPES: dict[str, Shape] = {
     "linear": Linear(),
     "constant": Constant(),
     "steps-of-50-epochs": Epochs({13: 0.3, 18: 0.1, 27: 0.03, 40: 0.01}),  # the paper's, from its 3rd epoch on
+    "sixth-power-of-75-epochs": Polynomial(75, 6),  # SENG's in the paper
 }
 
 

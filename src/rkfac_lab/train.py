@@ -231,7 +231,9 @@ class _Trainer:
     def _rest_of_epoch(self) -> bool:
         """Steps until the epoch or the budget ends; False if the loss, or one that is measured, is not finite."""
         while not self.batches.exhausted and not self._budget_spent():
-            self.rate.apply(shapes.Moment(self.step + 1, self.total_steps, self.epoch))
+            self.rate.apply(
+                shapes.Moment(self.step + 1, self.total_steps, self.epoch, (self.step + 1) / len(self.batches))
+            )
             started, cpu_started = time.perf_counter(), time.process_time()
             loss, size = self._take_step()
             if self.device.type == "cuda":

@@ -69,6 +69,13 @@ class Workload:
     evaluate_steps: int | None = None  # also inside epochs, every so many steps
     evaluation_size: int | None = None  # test samples that are measured; None: all, where that costs little
     measured_on: str = "test"  # what the names of all measurements begin with
+    compared: tuple[str, ...] = (
+        "rs-kfac",
+        "sre-kfac",
+        "k-fac",
+        "sgd",
+        "adamw",
+    )  # by `rkfac compare`, unless it is told
 
     def arguments(self, optimizer: str) -> dict[str, Any]:
         """The constructor's arguments for an optimizer here; `rs-kfac+sgd` gets sgd's, and what K-FAC needs."""
@@ -159,7 +166,10 @@ def _settings(own: str | dict[str, Any], **baselines: dict[str, Any]) -> dict[st
     Numbers come from `rkfac tune` (validation data, docs/results/tuning) where a comment does not say otherwise.
     """
     numbers = {"graft": own, **baselines[own]} if isinstance(own, str) else own
-    return {**dict.fromkeys(filter(is_kfac, CLASSES), numbers), **baselines}
+    # A recipe of the K-FACs' own may hold what means nothing to SENG, which has AdamW's numbers there; KLD-WRM's steps have
+    # the length that its own model asks for.
+    seng = numbers if isinstance(own, str) else {"graft": "adamw", **baselines["adamw"]}
+    return {**dict.fromkeys(filter(is_kfac, CLASSES), numbers), "seng": seng, "kld-wrm": {}, **baselines}
 
 
 EVALUATED = 2000  # test samples, where all of them would cost more than about a twentieth of the training
@@ -310,6 +320,7 @@ register(
         augment=crop_and_flip,
         defaults=_CIFAR_DEFAULTS,
         lr_shape="steps-of-50-epochs",
+        compared=("paper-k-fac", "paper-rs-kfac", "paper-sre-kfac", "paper-seng"),  # Table 1
     )
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import json
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from rkfac_lab import cli, compare, jobs, record, search, table_text, tables, tuning
+from rkfac_lab import cli, compare, jobs, models, record, search, table_text, tables, tuning, workloads
 from rkfac_lab.comparison import Comparison, slug
 from rkfac_lab.errors import LabError
 
@@ -60,6 +61,28 @@ def trained(monkeypatch):
 
 
 # --- the plan
+
+
+def test_the_paper_s_workload_compares_the_four_rows_of_its_table(tmp_path, monkeypatch):
+    """By itself, with the paper's settings: every row starts, on a narrower net and a few pictures."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randint(256, (24, 3, 32, 32), dtype=torch.uint8, generator=g)
+    data = workloads.Dataset(x, torch.arange(24) % 10, x[:8], torch.arange(8), classes=10)
+    small = dataclasses.replace(
+        workloads.find("cifar10-vgg16bn"),
+        model=lambda found: models.build("vgg16bn", width=1 / 16, classes=10),
+        data=lambda sources: data,
+    )
+    monkeypatch.setitem(workloads.WORKLOADS, small.name, small)
+    monkeypatch.setattr(compare, "warm_up", lambda comparison: None)
+    arguments = ["compare", "cifar10-vgg16bn", "--seeds", "1", "--epochs", "1", "--out", str(tmp_path / "c")]
+    said = CliRunner().invoke(cli.app, [*arguments, "--set", "batch_size=12"])
+    assert said.exit_code == 0, said.output
+    rows = json.loads((tmp_path / "c" / "table.json").read_text())["rows"]
+    assert [row["label"] for row in rows] == ["paper-k-fac", "paper-rs-kfac", "paper-sre-kfac", "paper-seng"]
+    for row in rows:
+        run = record.load_run(tmp_path / "c" / "runs" / f"{row['label']}-seed0")
+        assert run.summary["status"] == "finished", row["label"]
 
 
 def test_seeds_go_round_robin_over_the_optimizers(tmp_path):

@@ -9,7 +9,7 @@ import types
 import pytest
 import torch
 
-from rkfac_lab import config, optimizers, schedules, train
+from rkfac_lab import config, optimizers, schedules, shapes, train
 from rkfac_lab.errors import LabError
 from rkfac_lab.workloads import WORKLOADS, find
 
@@ -163,6 +163,25 @@ def test_shipped_configurations_build_their_optimizer(name):
         schedules.apply(optimizer, resolved.schedule, epoch)
         for key in resolved.schedule:
             assert optimizer.param_groups[0][key] == pytest.approx(paper(epoch)[key], abs=1e-12)
+
+
+def test_seng_of_the_paper_has_its_numbers_and_its_rate_at_every_step():
+    resolved = config.resolve(config.load("paper-seng"))
+    assert (resolved.workload, resolved.epochs, resolved.batch_size) == ("cifar10-vgg16bn", 50, 256)
+    arguments = resolved.optimizer.arguments
+    wanted = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-2, "damping": 2.0, "inverse_every": 200, "columns": 128}
+    assert {key: arguments[key] for key in wanted} == wanted
+    published = ("scaling", "product", "norms")
+    assert {arguments[key] for key in published} == {"published"}
+    assert (arguments["graft"], arguments["relative_to"], arguments["explicit_up_to"]) == (None, None, 700_000)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 3))
+    optimizer = optimizers.build("seng", model, arguments, seed=0)
+    rate = shapes.ShapedRate(resolved.lr_shape, optimizer)
+    for epoch, batch in ((0, 0), (0, 195), (7, 12), (49, 195)):
+        done = epoch * 196 + batch + 1
+        rate.apply(shapes.Moment(done, 50 * 196, epoch + 1, done / 196))
+        e = epoch + (batch + 1) / 196
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05 * (1 - e / 75) ** 6, rel=1e-12)
 
 
 def test_every_workload_can_be_resolved():

@@ -29,6 +29,8 @@ class Enrolled:
     statistics: Callable[[torch.optim.Optimizer], dict[str, Tensor]] = averages
     lacks: frozenset[str] = field(default_factory=frozenset)  # keywords, rows and habits that mean nothing to it
     forgets: dict[str, Any] = field(default_factory=dict)  # keywords with which averages of no decay know no past
+    period: str = "factor_every"  # what says how often it collects statistics
+    coupled: bool = False  # whether SGD's decay joins the momentum under graft=None
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         return self.make(*args, **keywords)
@@ -47,6 +49,16 @@ def _soap(model: Any, *args: Any, momentum: float | None = None, **keywords: Any
         keywords["momentum"] = momentum
     chosen = {"moments": "running", "power": -0.5, "graft": "adamw", "decomposition": rkfac.RSVD(), **SMALL}
     return stated.EKFAC(model, *args, **{**chosen, **keywords})
+
+
+def _seng(model: Any, *args: Any, own: dict[str, Any], **keywords: Any) -> Any:
+    """The suite's settings of factors and decompositions mean nothing to it."""
+    known = {name: value for name, value in keywords.items() if name not in rkfac.SENG.lacks}
+    return stated.SENG(model, *args, **{**own, **known})
+
+
+def _enrolled_seng(**own: Any) -> Enrolled:
+    return Enrolled(partial(_seng, own=own), lacks=frozenset(rkfac.SENG.lacks), period="inverse_every", coupled=True)
 
 
 OPTIMIZERS: dict[str, Enrolled] = {
@@ -81,5 +93,10 @@ OPTIMIZERS: dict[str, Enrolled] = {
         lacks=frozenset({"free direction"}),
     ),
     "stale": Enrolled(partial(stated.RSKFAC, stale=0.1, **SMALL), lacks=frozenset({"fixed periods"})),
+    "SENG": _enrolled_seng(),
+    # Everything that is drawn or replaced is, in layers this small.
+    "SENG-published": _enrolled_seng(
+        columns=3, explicit_up_to=60, positions=2, scaling="published", product="published", graft=None
+    ),
     "paper": Enrolled(partial(rkfac.RSKFAC, **{**rkfac.paper_defaults(), **SMALL})),
 }

@@ -149,18 +149,29 @@ def average(state: dict[str, Any]) -> Tensor:
 
 def averages(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """All running factors that saw a statistic, by layer and side."""
+    blocks = optimizer.state_dict()["curvature"]["blocks"]
     return {
         f"{name}.{side}": average(state)
-        for name, block in optimizer.state_dict()["curvature"]["blocks"].items()
+        for name, block in blocks.items()
         for side, state in block["factors"].items()
         if state["value"] is not None and state["value"].numel()  # a side that is left out has none
-    }
+    } | {name: fisher(block["basis"]) for name, block in blocks.items() if block.get("basis") is not None}
+
+
+def fisher(basis: dict[str, Any]) -> Tensor:
+    """U^T U of the samples' gradients that a saved state holds, whatever their number and form."""
+    rows, (groups, d_G, d_A) = basis["rows"], basis["shape"]
+    U = rows["U"] if "U" in rows else torch.einsum("cnsg,cnsa->ncga", rows["G"], rows["X"]).flatten(1)
+    assert U.shape[1] == groups * d_G * d_A
+    return basis["size"] * U.T @ U
 
 
 def updates(optimizer: torch.optim.Optimizer) -> set[int]:
     """How many statistics the running factors have seen."""
     blocks = optimizer.state_dict()["curvature"]["blocks"].values()
-    return {factor["updates"] for block in blocks for factor in block["factors"].values()}
+    return {
+        n for b in blocks for n in ([b["updates"]] if "updates" in b else [f["updates"] for f in b["factors"].values()])
+    }
 
 
 def assert_same_averages(

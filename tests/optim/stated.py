@@ -37,3 +37,6 @@ SREKFAC = partial(rkfac.SREKFAC, graft="sgd", **STATED)
 BKFAC = partial(rkfac.BKFAC, graft="sgd", apply="step", **STATED)
 SKFAC = partial(rkfac.SKFAC, graft="sgd", weight_sharing="expand", **STATED)
 KLDWRM = partial(rkfac.KLDWRM, **STATED)
+
+# Without what means nothing to it.
+SENG = partial(rkfac.SENG, graft="sgd", **{k: v for k, v in STATED.items() if k not in rkfac.SENG.lacks})

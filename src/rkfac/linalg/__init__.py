@@ -10,6 +10,7 @@ from rkfac.linalg.multipliers import Diagonal, Multipliers, factored, product
 from rkfac.linalg.online import correct, online_update
 from rkfac.linalg.orthonormal import orthonormal
 from rkfac.linalg.parts import Itself, Part, Terms, Whole
+from rkfac.linalg.persample import Everything, Formed, Grid, Outer, Places, Rows, Sample, Woodbury, woodbury
 from rkfac.linalg.rank import adaptive, inverse_error, probe_error, sufficient_rank, trace_error
 from rkfac.linalg.rowwise import Rowwise
 from rkfac.linalg.scaling import SAFE, peak, unit_of
@@ -22,18 +23,26 @@ __all__ = [
     "DecompositionError",
     "Diagonal",
     "Energies",
+    "Everything",
+    "Formed",
+    "Grid",
     "Itself",
     "LowRank",
     "Modes",
     "Multipliers",
+    "Outer",
     "Part",
+    "Places",
     "Preconditioner",
+    "Rows",
     "Rowwise",
+    "Sample",
     "Seer",
     "Shadow",
     "Solution",
     "Terms",
     "Whole",
+    "Woodbury",
     "adaptive",
     "at_once",
     "correct",
@@ -53,4 +62,5 @@ __all__ = [
     "sufficient_rank",
     "trace_error",
     "unit_of",
+    "woodbury",
 ]

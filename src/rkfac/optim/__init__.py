@@ -5,8 +5,16 @@ from rkfac.optim.bkfac import BKFAC
 from rkfac.optim.ekfac import EKFAC
 from rkfac.optim.kfac import KFAC, RSKFAC, SREKFAC
 from rkfac.optim.kldwrm import KLDWRM
-from rkfac.optim.presets import classical_defaults, kld_wrm_defaults, paper_defaults, paper_schedules, recipe
+from rkfac.optim.presets import (
+    classical_defaults,
+    kld_wrm_defaults,
+    paper_defaults,
+    paper_schedules,
+    recipe,
+    seng_defaults,
+)
 from rkfac.optim.report import LayerReport, Spectra
+from rkfac.optim.seng import SENG
 from rkfac.optim.skfac import SKFAC
 
 __all__ = [
@@ -15,6 +23,7 @@ __all__ = [
     "KFAC",
     "KLDWRM",
     "RSKFAC",
+    "SENG",
     "SKFAC",
     "SREKFAC",
     "LayerReport",
@@ -25,4 +34,5 @@ __all__ = [
     "paper_defaults",
     "paper_schedules",
     "recipe",
+    "seng_defaults",
 ]

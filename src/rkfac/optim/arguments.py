@@ -103,6 +103,13 @@ def refuse_whole(group: Mapping[str, Any], of_all: Iterable[str]) -> None:
         raise ValueError(f"{name} is the same for all parameters: give it to the optimizer, not to a parameter group")
 
 
+def refuse_lacking(kind: str, given: Iterable[str], lacks: Mapping[str, str]) -> None:
+    """Refuse keywords that mean nothing to a member of the family, with the reason why."""
+    for name in given:
+        if name in lacks:
+            raise ValueError(f"{kind} has no {name}: {lacks[name]}. Leave {name} away")
+
+
 def check_power(power: Any, kl_clip: float | None, adaptive: bool) -> None:
     """Refuse a power that is none, and what only holds for the natural gradient itself."""
     _number(-1, 0, high_open=True)("power", power)

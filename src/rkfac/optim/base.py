@@ -23,7 +23,7 @@ from rkfac.layers import Adapter, KroneckerAdapter, TiedAdapter, Uncovered, Unit
 from rkfac.optim import memory
 from rkfac.optim.adaptive import LevenbergMarquardt, Watch
 from rkfac.optim.amp import loss_scale
-from rkfac.optim.arguments import GROUP_RULES, check_group, check_power, refuse_whole
+from rkfac.optim.arguments import GROUP_RULES, check_group, check_power, refuse_lacking, refuse_whole
 from rkfac.optim.collecting import commit, notice_unseen, retire
 from rkfac.optim.compiled import run_eagerly, unwrapped
 from rkfac.optim.coverage import Choice, LeftOut, cover, owners_of, refuse_processes, refuse_sharded, warn_of_little
@@ -31,7 +31,7 @@ from rkfac.optim.gate import Gate
 from rkfac.optim.moves import Rules, planned
 from rkfac.optim.pinning import pin
 from rkfac.optim.report import LayerReport, Spectra, covered_layer, described, listed, spectra, uncovered_layer
-from rkfac.optim.rules import GRAFTS, Rule, fallback_rule
+from rkfac.optim.rules import GRAFTS, Rule
 from rkfac.optim.scratch import Scratch
 from rkfac.optim.stagger import turns
 
@@ -43,11 +43,18 @@ class CurvatureOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
 
     # Which block serves which kind of layer: what makes an optimizer of another mathematics.
-    block_types: ClassVar[Mapping[type, Callable[..., Block]]] = {
+    block_types: ClassVar[Mapping[type, Callable[..., Block | str]]] = {
         KroneckerAdapter: KroneckerBlock,
         TiedAdapter: TiedBlock,
         UnitAdapter: UnitBlock,
     }
+
+    # Keywords of the base's constructor that mean nothing to a member of the family, and why; no group holds them.
+    lacks: ClassVar[Mapping[str, str]] = {}
+
+    # The rules of preconditioned layers, and of everything else, under graft=None.
+    own_length: ClassVar[Rule] = GRAFTS[None]
+    own_rest: ClassVar[Rule] = GRAFTS[None]
 
     def __init__(
         self,
@@ -106,6 +113,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch; settings are checked."""
         check_group({**self.defaults, **param_group})
+        refuse_lacking(type(self).__name__, param_group, self.lacks)
         refuse_whole(param_group, inspect.signature(type(self).__init__).parameters.keys() - self.defaults.keys())
         super().add_param_group(param_group)
         if self._capture is not None:
@@ -114,9 +122,9 @@ class CurvatureOptimizer(torch.optim.Optimizer):
     def _make_block(self, uses: Sequence[Use], adapter: Adapter) -> Block | Uncovered:
         for kind in type(adapter).__mro__[: 1 if adapter.unlike_its_ancestors else None]:
             if kind in self.block_types:
-                block = self.block_types[kind](uses, adapter, self._settings)
-                too_wide = self._choice.too_wide(block.widest(self._group(block)))
-                return Uncovered(too_wide) if too_wide else block
+                made = self.block_types[kind](uses, adapter, self._settings)
+                why = made if isinstance(made, str) else self._choice.too_wide(made.widest(self._group(made)))
+                return Uncovered(why) if isinstance(made, str) or why else made
         kinds = " and ".join(sorted({type(use.module).__name__ for use in uses}))
         return Uncovered(f"{type(self).__name__} has no block for a weight of {kinds} layers")
 
@@ -145,10 +153,13 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         assert self._capture is not None
         self._regroup()
         self._planned: tuple[Any, ...] = self._deciding()
+        turn = self._turns()
         for block in self._blocks.values():
             first = block.weight.requires_grad and not block.observed
             # Frozen layers too: they may be thawed before the forward, and cost nothing while they are not.
-            due = block.pace.due if block.pace else self._settings.due(self._step, self._group(block)["factor_every"])
+            offset = turn.get(block.name, 0) if block.period == "inverse_every" else 0
+            due = self._settings.due(self._step, self._group(block)[block.period], offset)
+            due = block.pace.due if block.pace else due
             block.wanted = not block.retired and (first or due)
             if not self._closed:
                 self._capture.follow(block)
@@ -160,7 +171,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
     def _deciding(self) -> tuple[Any, ...]:
         """What a plan depends on that may be changed by others between two steps."""
         blocks = self._blocks.values()
-        return tuple((self._group(block)["factor_every"], block.weight.requires_grad) for block in blocks)
+        return tuple((self._group(block)[block.period], block.weight.requires_grad) for block in blocks)
 
     def _activate(self) -> None:
         assert self._capture is not None
@@ -243,24 +254,28 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         if any(p.grad is not None and p.grad.is_sparse for p in self._all_parameters()):
             raise RuntimeError("sparse gradients are not supported: build nn.Embedding with sparse=False")
 
+    def _turns(self) -> dict[str, int]:
+        """At which step of its period each layer is refreshed; at the first, where nothing is said."""
+        return turns(self._blocks.values(), self._group) if self._settings.stagger else {}
+
     def _refresh(self) -> None:
-        turn = turns(self._blocks.values(), self._group) if self._settings.stagger else {}
+        turn = self._turns()
         for block in self._blocks.values():
             due = self._settings.due(self._step, self._group(block)["inverse_every"], turn.get(block.name, 0))
             due = block.pace.news if block.pace else due
-            first = not block.ready and block.failures == 0
-            if block.observed and not block.retired and block.weight.requires_grad and (due or first):
+            if block.observed and not block.retired and block.weight.requires_grad and block.asks(due):
                 block.refresh(self._group(block))
 
     @property
     def _rule(self) -> Rule:
         """How preconditioned layers move."""
-        return GRAFTS[self._graft]
+        return self.own_length if self._graft is None else GRAFTS[self._graft]
 
     def _update(self) -> None:
         """All directions are made before any parameter moves: an error on the way leaves the model as it was."""
         blocks, groups = self._blocks.values(), self.param_groups
-        rules = Rules(self._rule, fallback_rule(self._graft, self._fallback), self._step)
+        rest = self.own_rest if self._graft is None and self._fallback == "sgd" else GRAFTS[self._fallback]
+        rules = Rules(self._rule, rest, self._step)
         moves = planned(blocks, groups, self._group_of, self._names, self.state, rules, self._gate, self._scratch)
         self._gate.report()
         for move in moves:
@@ -377,6 +392,10 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         """Exact eigenvalues of a layer's two running factors, descending."""
         return spectra(self._blocks, name)
 
+    def _words(self) -> str:
+        """What it does, in a few words."""
+        return f"{self._settings.decomposition!r}, damping {self._settings.damping!r}"
+
     def __repr__(self) -> str:
         """What a person wants to know of it."""
         first = {k: v for k, v in self.param_groups[0].items() if k not in ("params", "param_names")}
@@ -385,7 +404,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             f"{type(self).__name__}(",
             f"  {described(self._blocks.values())} of {total:,} parameters;",
             f"  the rest trains by {self._fallback!r}" + (f" ({listed(self._reasons)})" if self._reasons else ""),
-            f"  {self._settings.decomposition!r}, damping {self._settings.damping!r}, step {self._step}",
+            f"  {self._words()}, step {self._step}",
             "  " + ", ".join(f"{k}={v}" for k, v in first.items()),
             ")",
         ]

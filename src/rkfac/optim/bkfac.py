@@ -36,7 +36,10 @@ class BKFAC(KFAC):
     """
 
     preset = RSVD()
-    block_types: ClassVar[Mapping[type, Callable[..., Block]]] = {**KFAC.block_types, KroneckerAdapter: OnlineBlock}
+    block_types: ClassVar[Mapping[type, Callable[..., Block | str]]] = {
+        **KFAC.block_types,
+        KroneckerAdapter: OnlineBlock,
+    }
 
     def __init__(
         self,

@@ -17,6 +17,7 @@ from rkfac.optim.gate import Gate
 from rkfac.optim.report import listed
 
 GroupOf = Callable[[Block], dict[str, Any]]
+PATIENCE = 50  # steps at most until a layer that never was seen is named
 CALLER = 5  # frames from here to the line that called optimizer.step()
 
 
@@ -46,7 +47,7 @@ def notice_unseen(blocks: Collection[Block], capture: Capture, group_of: GroupOf
         if not block.wanted or block.retired or block.weight.grad is None:
             continue
         block.missed = block.missed + 1 if capture.unseen(block) else 0
-        if block.missed == (2 if block.observed else group_of(block)["factor_every"]):
+        if block.missed == (2 if block.observed else min(PATIENCE, group_of(block)[block.period])):
             unseen.append(block.name)
     if unseen:
         warnings.warn(

@@ -241,7 +241,7 @@ class KFAC(CurvatureOptimizer):
         super().__init__(
             model,
             params,
-            defaults,
+            {name: value for name, value in defaults.items() if name not in self.lacks},
             settings,
             choice=Choice(check_patterns("include", include), check_patterns("exclude", exclude), max_factor_dim),
             graft=graft,

@@ -15,7 +15,6 @@ from rkfac.optim.arguments import check_choice
 from rkfac.optim.kfac import KFAC
 from rkfac.optim.member import member
 from rkfac.optim.past import Past
-from rkfac.optim.rules import Rule
 
 VARIANTS = ("so", "q")
 
@@ -64,7 +63,8 @@ class KLDWRM(KFAC):
     """
 
     preset = Exact()
-    block_types: ClassVar[Mapping[type, Callable[..., Block]]] = {
+    own_length = Past()
+    block_types: ClassVar[Mapping[type, Callable[..., Block | str]]] = {
         **KFAC.block_types,
         KroneckerAdapter: ProximalKroneckerBlock,
         TiedAdapter: ProximalTiedBlock,
@@ -77,13 +77,6 @@ class KLDWRM(KFAC):
         self._method = KLDModel(variant)
         _refuse(keywords)
         super().__init__(model, 0.03 if lr is None else lr, **keywords)
-
-    @property
-    def _rule(self) -> Rule:
-        return PAST
-
-
-PAST = Past()
 
 
 def _refuse(keywords: dict[str, Any]) -> None:

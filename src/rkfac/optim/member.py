@@ -7,13 +7,16 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from rkfac.optim.arguments import refuse_lacking
+
 Kind = TypeVar("Kind", bound=type)
 
 
 def member(**defaults: Any) -> Callable[[Kind], Kind]:
     """Class decorator for a constructor `(self, model, lr=None, *, its own, **keywords)` that passes `keywords` to its base.
 
-    `defaults` stand in the place of the base's. What `help()` and editors show is the whole signature.
+    `defaults` stand in the place of the base's. What `help()` and editors show is the whole signature, without what the
+    class `lacks`: those keywords are refused with the reason.
     """
 
     def enrol(kind: Kind) -> Kind:
@@ -24,11 +27,13 @@ def member(**defaults: Any) -> Callable[[Kind], Kind]:
 
         @functools.wraps(own)
         def construct(self: Any, model: Any, lr: float | None = None, **keywords: Any) -> None:
+            refuse_lacking(kind.__name__, keywords, kind.lacks)  # type: ignore[attr-defined]
             own(self, model, lr, **{**defaults, **keywords})
 
         mine = inspect.signature(own)
         added = [p for p in mine.parameters.values() if p.kind is p.KEYWORD_ONLY and p.name not in base]
-        inherited = [p.replace(default=defaults[p.name]) if p.name in defaults else p for p in base.values()]
+        known = [p for p in base.values() if p.name not in kind.lacks]  # type: ignore[attr-defined]
+        inherited = [p.replace(default=defaults[p.name]) if p.name in defaults else p for p in known]
         construct.__signature__ = mine.replace(parameters=[*list(mine.parameters.values())[:1], *inherited, *added])  # type: ignore[attr-defined]
         type.__setattr__(kind, "__init__", construct)
         return kind

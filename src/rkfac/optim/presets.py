@@ -59,6 +59,39 @@ def paper_defaults() -> dict[str, Any]:
     }
 
 
+def seng_defaults() -> dict[str, Any]:
+    """Keywords that make SENG run as it was published, with the numbers of the paper's comparison (Table 1).
+
+    `rkfac.SENG(model, **rkfac.seng_defaults())`; the learning rate goes down by `rkfac.schedules.Polynomial(0.05, 75, 6)`.
+    """
+    return {
+        "lr": 0.05,
+        "graft": None,
+        "momentum": 0.9,
+        "nesterov": False,
+        "weight_decay": 1e-2,
+        "weight_decay_from": 0,
+        "damping": 2.0,
+        "relative_to": None,
+        "inverse_every": 200,
+        "eager_start": False,
+        "stagger": False,
+        "update_clip": None,
+        "kl_clip": None,
+        "fisher": "empirical",
+        "rows": None,
+        "weight_sharing": "expand",
+        "fallback": "sgd",
+        "fallback_scale": 1.0,
+        "columns": 128,
+        "scaling": "published",
+        "explicit_up_to": 700_000,
+        "positions": 16,
+        "product": "published",
+        "norms": "published",
+    }
+
+
 def classical_defaults(likelihood: str | Likelihood = "categorical") -> dict[str, Any]:
     """Keywords of the classical recipe of Martens and Grosse: sampled Fisher, pi damping, KL clip, momentum.
 

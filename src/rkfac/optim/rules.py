@@ -144,6 +144,29 @@ class Own(Rule):
             add(p, -lr, terms, 1.0)
 
 
+class Coupled(Own):
+    """torch.optim.SGD around the preconditioner: the decay joins the direction before momentum adds them up (SENG)."""
+
+    def follow(
+        self, p: Tensor, gradient: Tensor, state: State, group: Group, decay: float, add: Add, natural: bool
+    ) -> None:
+        """m <- mu m + direction + w theta, theta <- theta - lr m."""
+        lr, momentum = float(group["lr"]), group["momentum"]
+        terms, keep = ((gradient, 1.0),), 1 - lr * decay
+        if not momentum:
+            add(p, -lr, terms, keep)
+            return
+        buffer: Tensor = state["momentum_buffer"]
+        add(buffer, 1.0, terms, momentum)
+        if decay:
+            buffer.add_(p, alpha=decay)
+        if not group["nesterov"]:
+            p.add_(buffer, alpha=-lr)
+            return
+        add(p, -lr, terms, keep)
+        p.add_(buffer, alpha=-lr * momentum)
+
+
 class SGD(Rule):
     """torch.optim.SGD; a preconditioned layer keeps SGD's buffer and takes a step of SGD's length.
 
@@ -305,11 +328,6 @@ class AdamW(Rule):
 
 
 GRAFTS: dict[str | None, Rule] = {None: Own(), "sgd": SGD(), "adamw": AdamW()}
-
-
-def fallback_rule(graft: str | None, fallback: str) -> Rule:
-    """The rule of parameters no block covers."""
-    return GRAFTS[None] if graft is None and fallback == "sgd" else GRAFTS[fallback]
 
 
 def decay_of(group: Group, step: int) -> float:

@@ -45,7 +45,7 @@ class SKFAC(KFAC):
     """
 
     preset = Exact()
-    block_types: ClassVar[Mapping[type, Callable[..., Block]]] = {**KFAC.block_types, KroneckerAdapter: _block}
+    block_types: ClassVar[Mapping[type, Callable[..., Block | str]]] = {**KFAC.block_types, KroneckerAdapter: _block}
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ def turns(blocks: Iterable[Block], group_of: Callable[[Block], Mapping[str, Any]
         sharing.setdefault(group_of(block)["inverse_every"], []).append(block)
     chosen: dict[str, int] = {}
     for period, together in sharing.items():
-        costs = tuple(float(sum(f.refresh_cost for f in block.factors.values())) for block in together)
+        costs = tuple(block.refresh_cost for block in together)
         chosen |= zip((block.name for block in together), offsets(costs, period), strict=True)
     return chosen
 

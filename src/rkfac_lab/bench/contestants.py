@@ -74,6 +74,8 @@ def _choices(problem: Problem) -> dict[str, tuple[type[rkfac.KFAC], dict[str, An
         "K-FAC (paper)": (rkfac.KFAC, paper),
         "B-KFAC (default)": (rkfac.BKFAC, default),
         "B-KFAC (paper)": (rkfac.BKFAC, paper),
+        "SENG (paper)": (rkfac.SENG, rkfac.seng_defaults()),
+        "SENG (paper, exact product)": (rkfac.SENG, {**rkfac.seng_defaults(), "product": "exact"}),
     }
     if "apply" in inspect.signature(rkfac.KFAC).parameters:
         choices["RS-KFAC (default, backward)"] = (rkfac.RSKFAC, {**default, "apply": "backward"})
@@ -86,9 +88,11 @@ def _choices(problem: Problem) -> dict[str, tuple[type[rkfac.KFAC], dict[str, An
 def _second_order(
     name: str, kind: type[rkfac.KFAC], arguments: Mapping[str, Any], problem: Mapping[str, Any]
 ) -> Contestant:
+    asked = {key: value for key, value in problem.items() if key not in kind.lacks}
+    levers = {"statistics": "factor_every", "refresh": "inverse_every"}  # of some only the second is there
     return Contestant(
-        lambda model: kind(model, **{**arguments, **problem, "lr": 1e-4}),
-        {"statistics": _in_groups("factor_every"), "refresh": _in_groups("inverse_every")},
+        lambda model: kind(model, **{**arguments, **asked, "lr": 1e-4}),
+        {step: _in_groups(key) for step, key in levers.items() if key not in kind.lacks},
         only_if_asked=not name.startswith("RS-KFAC"),
     )
 

@@ -86,6 +86,7 @@ def test_a_solver_that_answers_nan_costs_one_layer_its_new_basis_and_nothing_els
             assert any(repr(TARGET) in text and "previous basis" in text for text in said), said
             for side, factor in block["factors"].items():
                 assert same(factor["basis"], old["factors"][side]["basis"])
+            assert same(block.get("basis"), old.get("basis"))
         else:
             assert said == []
             assert block["version"] == old["version"] + 1

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import rkfac
+from optim.enrolled import Enrolled
 from optim.problems import assert_moved, assert_same_parameters, mlp, parameters, reader, rows, sentences, train, twin
 
 Build = Callable[..., rkfac.KFAC]
@@ -42,8 +43,8 @@ def test_the_adamw_rule_is_torchs(build: Build, decay: float) -> None:
     assert_same_parameters(model, other, rtol=1e-12, atol=1e-13)
 
 
-def test_without_a_graft_sgds_weight_decay_is_decoupled(build: Build) -> None:
-    """theta <- (1 - lr w) theta - lr m with m free of the decay, from the step it begins on."""
+def test_without_a_graft_sgds_weight_decay_is_decoupled_or_as_the_method_was_published(build: Enrolled) -> None:
+    """theta <- (1 - lr w) theta - lr m with m free of the decay, or theta - lr m with w theta in m; from its first step on."""
     model = mlp()
     settings: dict[str, Any] = {"weight_decay": 0.3, "weight_decay_from": 2, "exclude": "*", "fallback": "sgd"}
     optimizer = build(model, lr=0.2, graft=None, momentum=0.5, **settings)
@@ -51,8 +52,9 @@ def test_without_a_graft_sgds_weight_decay_is_decoupled(build: Build) -> None:
     for k in range(4):
         train(model, optimizer, [rows()])
         for name, p in model.named_parameters():
-            buffers[name] = 0.5 * buffers[name] + p.grad
-            theta[name] = (1 - 0.2 * 0.3 * (k >= 2)) * theta[name] - 0.2 * buffers[name]
+            decay = 0.3 * (k >= 2)
+            buffers[name] = 0.5 * buffers[name] + p.grad + build.coupled * decay * theta[name]
+            theta[name] = (1 - (not build.coupled) * 0.2 * decay) * theta[name] - 0.2 * buffers[name]
             torch.testing.assert_close(p.detach(), theta[name], rtol=1e-12, atol=1e-13)
 
 

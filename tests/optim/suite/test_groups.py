@@ -180,8 +180,7 @@ def test_every_scheduled_setting_takes_effect_at_its_epoch(build: Enrolled) -> N
     first |= {"power_iterations": 1}
     if "momentum" in build.lacks:
         first["betas"], later["betas"] = (first.pop("momentum"), 0.99), (later.pop("momentum"), 0.9)
-    for name in build.lacks & {"kl_clip"}:
-        del first[name], later[name]
+    first, later = ({k: v for k, v in settings.items() if k not in build.lacks} for settings in (first, later))
     model = mlp()
     other, batches = twin(model), [rows() for _ in range(6)]
     optimizer = build(model)

@@ -76,7 +76,7 @@ def test_resuming_keeps_a_period_that_a_schedule_just_changed(build: Enrolled) -
     batches = [rows() for _ in range(6)]
     model = mlp()
     optimizer = build(model, lr=0.05, factor_every=4, inverse_every=4)
-    schedule = Scheduler(optimizer, factor_every=Steps({1: 4, 2: 1}))
+    schedule = Scheduler(optimizer, **{build.period: Steps({1: 4, 2: 1})})
     train(model, optimizer, batches[:2])
     schedule.step()
     model_state, optimizer_state = saved(model.state_dict(), optimizer.state_dict())
@@ -127,8 +127,16 @@ def _with_a_generator(state: dict[str, Any]) -> None:
     state["curvature"]["randomness"] = {"generator": torch.Generator().get_state()}
 
 
+def _known(block: dict[str, Any], side: str) -> tuple[dict[str, Any], str]:
+    """Where a saved block holds what it has seen: a factor's average, or the samples' gradients themselves."""
+    if block["factors"]:
+        return block["factors"][side], "value"
+    return block["basis"]["rows"], "G" if side == "output" else "X"
+
+
 def _with_a_wider_last_factor(state: dict[str, Any]) -> None:
-    state["curvature"]["blocks"]["4"]["factors"]["output"]["value"] = torch.eye(5, dtype=torch.float64)
+    holder, key = _known(state["curvature"]["blocks"]["4"], "output")
+    holder[key] = torch.eye(5, dtype=torch.float64)
 
 
 def _with_another_bias(state: dict[str, Any]) -> None:
@@ -179,7 +187,8 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(build: Build, 
 
     other = copy.deepcopy(optimizer.state_dict())
     for block in other["curvature"]["blocks"].values():
-        block["factors"]["input"]["value"] *= 2
+        holder, key = _known(block, "input")
+        holder[key] *= 2
     other["param_groups"][0]["lr"] = 7.0
     spoil(other)
 

@@ -79,8 +79,9 @@ def test_a_ragged_last_batch_counts_its_own_samples(build: Build) -> None:
     """The factors of a batch of 3 after one of 12 are those of an optimizer that only ever saw 3."""
     model = mlp()
     other = twin(model)
-    ragged = build(model, lr=0.0, factor_decay=0.0, factor_start="unbiased", **EVERY)
-    only = build(other, lr=0.0, factor_decay=0.0, factor_start="unbiased", **EVERY)
+    settings: dict[str, Any] = {"factor_decay": 0.0, "factor_start": "unbiased", "factor_every": 1, "inverse_every": 1}
+    ragged = build(model, lr=0.0, **settings)
+    only = build(other, lr=0.0, **settings)
     last = rows(3)
     step(model, ragged, rows(12))
     step(model, ragged, last)

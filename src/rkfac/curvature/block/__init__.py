@@ -3,6 +3,7 @@
 from rkfac.curvature.block.base import Block, Group, Settings
 from rkfac.curvature.block.direction import Direction
 from rkfac.curvature.block.eigen import Eigen, EigenBlock
+from rkfac.curvature.block.gradients import LayerGradients, NormGradients, ShrunkBlock, Sketch
 from rkfac.curvature.block.kronecker import KroneckerBlock
 from rkfac.curvature.block.online import ColumnsBlock, OnlineBlock
 from rkfac.curvature.block.proximal import ProximalKroneckerBlock, ProximalTiedBlock, ProximalUnitBlock
@@ -17,11 +18,15 @@ __all__ = [
     "EigenBlock",
     "Group",
     "KroneckerBlock",
+    "LayerGradients",
+    "NormGradients",
     "OnlineBlock",
     "ProximalKroneckerBlock",
     "ProximalTiedBlock",
     "ProximalUnitBlock",
     "Settings",
+    "ShrunkBlock",
+    "Sketch",
     "TiedBlock",
     "UnitBlock",
 ]

@@ -91,6 +91,7 @@ class Block(ABC):
 
     kind: ClassVar[str]  # what a person calls it
     positions_summed: ClassVar[bool] = False  # whether a row is a whole sample already
+    period: ClassVar[str] = "factor_every"  # the group's number that says how often it collects statistics
 
     pending: Statistics
 
@@ -146,9 +147,9 @@ class Block(ABC):
         """Entries of the layer's output at one position."""
 
     @property
-    @abstractmethod
     def factors(self) -> Mapping[str, Factor[Any]]:
-        """Its running factors by side."""
+        """Its running factors by side; a block without any says itself what the next properties and `blend` say of them."""
+        return {}
 
     def widest(self, group: Group) -> int:
         """Width of the widest matrix that it may come to form for a factor; 0: none."""
@@ -160,9 +161,19 @@ class Block(ABC):
         return all(factor.ready for factor in self.factors.values())
 
     @property
+    def updates(self) -> int:
+        """How many statistics came in."""
+        return min(factor.updates for factor in self.factors.values())
+
+    @property
     def observed(self) -> bool:
         """Whether any statistic ever came in."""
-        return all(factor.updates > 0 for factor in self.factors.values())
+        return self.updates > 0
+
+    @property
+    def refresh_cost(self) -> float:
+        """Of a refresh beside those of other layers, for taking turns."""
+        return float(sum(factor.refresh_cost for factor in self.factors.values()))
 
     def reset(self) -> None:
         """Forget everything: at the start, and when the set of trained parameters changes."""
@@ -227,8 +238,7 @@ class Block(ABC):
         if most is None or rows <= most:
             return None, 1.0
         # Named by what a saved state knows, so that a resumed run draws the same.
-        updates = next(iter(self.factors.values())).updates
-        generator = self.settings.randomness.generator("rows", self.name, updates, self.pending.calls)
+        generator = self.settings.randomness.generator("rows", self.name, self.updates, self.pending.calls)
         return subset(rows, most, generator).to(device), rows / most
 
     def statistics(self) -> Statistics:
@@ -270,6 +280,10 @@ class Block(ABC):
         return decay if self.pace is None else self.pace.decay(decay, group["factor_every"])
 
     # --- basis
+
+    def asks(self, due: bool) -> bool:
+        """Whether a refresh is wanted now: when one is due, and at once for a first basis."""
+        return due or (not self.ready and self.failures == 0)
 
     def refresh(self, group: Group) -> None:
         """Decompose the running averages anew; a failure keeps the old basis, a row of failures is an error."""

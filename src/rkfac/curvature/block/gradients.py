@@ -1,0 +1,507 @@
+"""Layers known by the gradients of one batch's samples: F = U^T U, and its damped inverse by a kernel of samples."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rkfac.curvature.block.base import Block, Group, Settings
+from rkfac.curvature.block.direction import Direction
+from rkfac.curvature.damping import in_units_of
+from rkfac.curvature.following import Origin
+from rkfac.curvature.randomness import subset
+from rkfac.curvature.samples import FormedPiece, Gathered, OuterPiece, Piece, unit_for
+from rkfac.curvature.statistics import Statistics
+from rkfac.layers.base import MAX_CHUNK, Adapter, KroneckerAdapter, UnitAdapter, Use, statistics_dtype
+from rkfac.linalg import (
+    SAFE,
+    Everything,
+    Formed,
+    Grid,
+    Outer,
+    Places,
+    Rows,
+    Sample,
+    Whole,
+    Woodbury,
+    at_once,
+    unit_of,
+    woodbury,
+)
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """How much of the samples' gradients is looked at; every field is an argument of `SENG`."""
+
+    columns: int | None = 256
+    scaling: str = "unbiased"
+    product: str = "exact"
+    positions: int | None = 16
+    explicit_up_to: int = 700_000
+    norms: str = "curvature"
+
+    def __post_init__(self) -> None:
+        for name in ("columns", "positions"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name} must be an integer >= 1, or None for all, got {value!r}")
+        if isinstance(self.explicit_up_to, bool) or not isinstance(self.explicit_up_to, int) or self.explicit_up_to < 0:
+            raise ValueError(f"explicit_up_to must be an integer >= 0, got {self.explicit_up_to!r}")
+        choices = {
+            "scaling": ("unbiased", "published"),
+            "product": ("exact", "published"),
+            "norms": ("curvature", "published"),
+        }
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {getattr(self, name)!r}")
+
+
+@dataclass(frozen=True, eq=False)
+class Basis:
+    """The inverse in units of the rows, and what U^T U of them is multiplied by to be F."""
+
+    inverse: Woodbury
+    size: float
+
+    def damping(self, damping: float, relative_to: str | None) -> Tensor:
+        """l in the units of the rows, one float64 number: absolute, or so many of F's mean or largest eigenvalues."""
+        values = self.inverse.values
+        if relative_to is None:
+            return torch.full_like(values[0], damping / self.size)
+        of = values.sum() / self.inverse.rows.entries if relative_to == "mean" else values[0]
+        # Where nothing was seen the gradient stays what it is.
+        return torch.where(of > 0, in_units_of(damping, of), torch.full_like(of, 1 / self.size))
+
+
+class GradientsBlock(Block):
+    """S = (F + l I)^-1 J = 1/l [J - U^T (l I + U U^T)^-1 U J], with the rows u_n of one batch and no average."""
+
+    kind = "sample-wise"
+    positions_summed = True
+    period = "inverse_every"
+
+    def __init__(self, uses: Sequence[Use], adapter: Adapter, settings: Settings) -> None:
+        self.sketch: Sketch = settings.method
+        super().__init__(uses, adapter, settings)
+
+    def _make(self) -> None:
+        """Nothing is known."""
+        self._basis: Basis | None = None
+        self._fresh: tuple[Rows, float] | None = None  # since the last refresh
+        self._updates = 0
+
+    # --- the layer
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, int, int]:
+        """(groups, d_G, d_A) of its gradient as matrices, the bias being the last column."""
+
+    @abstractmethod
+    def _samples(self, use: Use, x: Tensor, g: Tensor) -> int:
+        """Samples in a call."""
+
+    @abstractmethod
+    def _piece(self, use: Use, x: Tensor, g: Tensor, drawn: Tensor | None, weight: float) -> Piece:
+        """The gradients of a call's samples, or of those drawn, times the root of the weight."""
+
+    @abstractmethod
+    def _matrix(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """Tensors like the parameters, as one of `shape`."""
+
+    @abstractmethod
+    def _tensors(self, matrix: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The inverse of `_matrix`."""
+
+    @property
+    def explicit(self) -> bool:
+        """Whether rows are sampled by their entries, as if they had been formed."""
+        return math.prod(self.shape) <= self.sketch.explicit_up_to
+
+    @property
+    def ready(self) -> bool:
+        """Whether some batch's gradients are in use."""
+        return self._basis is not None
+
+    @property
+    def updates(self) -> int:
+        """Batches that were taken."""
+        return self._updates
+
+    @property
+    def refresh_cost(self) -> float:
+        """The kernel, for as many samples everywhere."""
+        q = self.sketch.columns
+        return float(math.prod(self.shape) if q is None else min(math.prod(self.shape), q * q))
+
+    def _follow(self) -> None:
+        if self._basis is not None and self._basis.inverse.values.device != self.weight.device:
+            self._basis = _loaded(_saved(self._basis), self.weight)
+
+    # --- statistics
+
+    def statistics(self) -> Statistics:
+        """Of rows, sample by sample."""
+        return Statistics((Gathered(),))
+
+    def discard(self) -> None:
+        """Drop what is pending."""
+        super().discard()
+        self._last: tuple[Any, int, Tensor | None, float] | None = None
+
+    def observe(self, use: Use, x: Tensor, g: Tensor, one_pass: Any, terms: int) -> None:
+        """Calls within a pass are positions of the same samples, calls in another are more samples."""
+        self._pass = one_pass
+        super().observe(use, x, g, one_pass, terms)
+
+    def collect(self, use: Use, x: Tensor, g: Tensor) -> int:
+        """The gradients of a call's samples, or of some drawn in their place."""
+        samples = self._samples(use, x, g)
+        joins = self._last is not None and self._last[:2] == (self._pass, samples)
+        if not joins:
+            self._last = (self._pass, samples, *self.draw(samples, g.device))
+        assert self._last is not None
+        self.pending.moments[0].add(self._piece(use, x, g, *self._last[2:]), joins)
+        return samples
+
+    def blend(self, group: Group) -> None:
+        """The batch waits for its refresh."""
+        self._fresh = self.pending.moments[0].taken()
+        self._updates += 1
+
+    # --- basis
+
+    def asks(self, due: bool) -> bool:
+        """When a batch has come: there is nothing else to refresh from."""
+        return self._fresh is not None
+
+    def decompose(self, group: Group) -> None:
+        """The kernel of the fresh batch."""
+        if self._fresh is None:
+            return
+        (rows, size), self._fresh = self._fresh, None
+        name = f"the kernel of {self.name!r}"
+        if not self.explicit and isinstance(rows, Outer) and self.sketch.positions is not None:
+            rows = rows.shortened(self.sketch.positions, name)
+        mixed = self.sketch.product == "published" and not self.explicit and isinstance(rows, Outer)
+        self._basis = Basis(woodbury(rows, self._sampled(rows), mixed, name), size)
+
+    def _sampled(self, rows: Rows) -> Sample:
+        """q^2 entries of a row, or q rows and q columns of its matrix where it is kept as products."""
+        q = self.sketch.columns
+        if q is None:
+            return Everything()
+        device = self.weight.device
+        if self.explicit or not isinstance(rows, Outer):
+            return (
+                Places(self._drawn("entries", rows.entries, q * q).to(device)) if rows.entries > q * q else Everything()
+            )
+        _, d_G, d_A = rows.shape
+        i = self._drawn("output", d_G, q).to(device) if d_G > q else None
+        j = self._drawn("input", d_A, q).to(device) if d_A > q else None
+        return Everything() if i is None and j is None else Grid(i, j)
+
+    def _drawn(self, what: str, of: int, count: int) -> Tensor:
+        return subset(of, count, self.settings.randomness.generator("columns", self.name, what, self.version))
+
+    # --- step
+
+    def _damping(self, group: Group) -> tuple[Tensor, Tensor]:
+        """In units of the rows, and in true ones."""
+        assert self._basis is not None
+        in_units = self._basis.damping(group["damping"], self.settings.damping.relative_to)
+        return in_units, in_units * self._basis.size
+
+    def direction(
+        self, gradients: tuple[Tensor, ...], group: Group, spend: bool = False, origin: Origin | None = None
+    ) -> Direction:
+        """One product with U, one with its transpose, and a kernel between them in float64."""
+        with self.timed("apply"):
+            self._follow()
+            assert self._basis is not None
+            in_units, damping = self._damping(group)
+            inverse, unit = self._basis.inverse, unit_of(gradients)
+            inside = in_units / inverse.share if self.sketch.scaling == "published" else in_units
+            J = self._matrix(gradients, statistics_dtype(self.weight))
+            if at_once(unit) and SAFE[0] < float(unit) < SAFE[1]:
+                unit = torch.ones_like(unit)
+            else:
+                J = J / unit.to(J.dtype)
+            solved = inverse.solve(J, inside)
+            return Direction(
+                tuple(map(Whole, self._tensors(solved, gradients))),
+                unit / damping,
+                J.numel(),
+                given=lambda: torch.linalg.vector_norm(J).double() * unit,
+                length=torch.linalg.vector_norm(solved).double(),
+                along=lambda: (solved.double() * J.double()).sum() * unit,
+            )
+
+    def multiply(self, change: tuple[Tensor, ...], group: Group) -> tuple[Tensor, ...]:
+        """(F + l I) times a change, with all entries of F's rows."""
+        self._follow()
+        assert self._basis is not None
+        D = self._matrix(change, statistics_dtype(self.weight))
+        product = self._basis.inverse.multiply(D) * self._basis.size + self._damping(group)[1].to(D) * D
+        return self._tensors(product, change)
+
+    # --- memory
+
+    def state_dict(self) -> dict[str, Any]:
+        """Also the rows that are in use, and the decomposition of their kernel."""
+        basis = None if self._basis is None else _saved(self._basis)
+        return {**super().state_dict(), "updates": self._updates, "basis": basis}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` saved, onto the model's device."""
+        super().load_state_dict(state)
+        updates, basis = state["updates"], state["basis"]
+        if isinstance(updates, bool) or not isinstance(updates, int) or updates < (basis is not None):
+            raise ValueError(f"the saved state counts {updates!r} batches")
+        if basis is not None:
+            self._basis = _loaded(basis, self.weight)
+            if self._basis.inverse.rows.shape != self.shape:
+                raise ValueError(f"the saved gradients are of shape {self._basis.inverse.rows.shape}, not {self.shape}")
+        self._updates = updates
+
+    def facts(self, group: Group) -> dict[str, Any]:
+        """Sizes, samples in use and the damping."""
+        groups, d_G, d_A = self.shape
+        facts: dict[str, Any] = {"input_dim": d_A, "output_dim": groups * d_G}
+        if self._basis is not None:
+            facts["damping_output"] = float(self._damping(group)[1])
+        return facts
+
+    @property
+    def nbytes(self) -> dict[str, int]:
+        """The rows stand where others keep factors."""
+        if self._basis is None:
+            return {"factors": 0, "basis": 0}
+        inverse = self._basis.inverse
+        kept = {t.data_ptr(): t.nbytes for rows in (inverse.rows, inverse.seen) for t in _tensors_of(rows)}
+        return {"factors": sum(kept.values()), "basis": inverse.values.nbytes + inverse.vectors.nbytes}
+
+
+class LayerGradients(GradientsBlock):
+    """Linear layers and convolutions: u_n = vec(sum over positions of g x^T), formed or as products."""
+
+    def __init__(self, uses: Sequence[Use], adapter: KroneckerAdapter, settings: Settings) -> None:
+        self.adapter = adapter
+        super().__init__(uses, adapter, settings)
+
+    def width(self, use: Use) -> int:
+        """Outputs of all groups."""
+        return math.prod(self.adapter.output_shape(self.module))
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Of the weight as a matrix, and the bias."""
+        *groups, d_G = self.adapter.output_shape(self.module)
+        return (math.prod(groups), d_G, self.adapter.input_shape(self.module, self.bias)[-1])
+
+    def _samples(self, use: Use, x: Tensor, g: Tensor) -> int:
+        samples = self.adapter.samples(use.module, x)
+        return self.adapter.count(use.module, g, self.settings.weight_sharing) if samples is None else samples
+
+    def _piece(self, use: Use, x: Tensor, g: Tensor, drawn: Tensor | None, weight: float) -> Piece:
+        samples = self._samples(use, x, g)
+        positions = self.adapter.count(use.module, g, "expand") // samples
+        if positions == 1 or not self.explicit:
+            inputs, gradients = self._by_sample(use, x, g, drawn)
+            return OuterPiece(gradients * math.sqrt(weight), inputs.clone())  # both out of the reach of the model
+        if drawn is not None:
+            x, g = x[drawn], g[drawn]
+        some = samples if samples == 1 else max(1, MAX_CHUNK // (positions * self.shape[-1]))
+        unit_x, unit_g = (unit_for(t.to(statistics_dtype(t))) for t in (x, g))
+        unit_x = unit_x.clamp_max(1.0) if self.bias else unit_x  # a bias's input is one
+        made = []
+        for part_x, part_g in zip(x.split(some), g.split(some), strict=True) if samples > 1 else [(x, g)]:
+            inputs, gradients = self._by_sample(use, part_x, part_g, None)
+            made.append(Outer(gradients * (unit_g * math.sqrt(weight)), inputs * unit_x).formed().U)
+        return FormedPiece(torch.cat(made), self.shape, unit_g.double() * unit_x.double())
+
+    def _by_sample(self, use: Use, x: Tensor, g: Tensor, drawn: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(groups, n, positions, d_A) and (groups, n, positions, d_G)."""
+        sharing = self.settings.weight_sharing
+        inputs, gradients = self.adapter.by_sample(use.module, x, g, self.bias, sharing, drawn)
+        return (inputs, gradients) if inputs.ndim == 4 else (inputs[None], gradients[None])
+
+    def _matrix(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        J = self.adapter.matrix(self.module, tensors[0]).to(dtype)
+        if self.bias:
+            J = torch.cat([J, self.adapter.vector(self.module, tensors[1]).to(dtype)[..., None]], dim=-1)
+        return J.reshape(self.shape)
+
+    def _tensors(self, matrix: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        matrix = matrix if self.shape[0] > 1 else matrix[0]
+        if not self.bias:
+            return (self.adapter.tensor(self.module, matrix),)
+        return self.adapter.tensor(self.module, matrix[..., :-1]), matrix[..., -1].reshape(like[1].shape)
+
+
+class NormGradients(GradientsBlock):
+    """Norm layers: u_n = [sum g x^, sum g] of a sample, always formed."""
+
+    def __init__(self, uses: Sequence[Use], adapter: UnitAdapter, settings: Settings) -> None:
+        self.adapter = adapter
+        super().__init__(uses, adapter, settings)
+
+    def width(self, use: Use) -> int:
+        """Units."""
+        return self.weight.numel()
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Units, and one or two parameters of each."""
+        return (1, self.weight.numel(), 1 + self.bias)
+
+    def _samples(self, use: Use, x: Tensor, g: Tensor) -> int:
+        return self.adapter.count(use.module, g, self.settings.weight_sharing)
+
+    def _piece(self, use: Use, x: Tensor, g: Tensor, drawn: Tensor | None, weight: float) -> Piece:
+        u = self.adapter.unit_gradients(use.module, x, g, self.settings.weight_sharing, drawn)  # (n, units, k)
+        one = torch.ones((), dtype=torch.float64, device=u.device)
+        return FormedPiece(u.flatten(1) * math.sqrt(weight), self.shape, one)
+
+    def _matrix(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        return torch.stack([t.flatten() for t in tensors], dim=-1).to(dtype)[None]
+
+    def _tensors(self, matrix: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return tuple(matrix[0, :, i].reshape(t.shape) for i, t in enumerate(like))
+
+
+class ShrunkBlock(Block):
+    """S = J / (1 + l): what the published code does to layers it has no curvature for."""
+
+    kind = "shrunk"
+    period = "inverse_every"
+
+    def _make(self) -> None:
+        """There is nothing to know."""
+
+    def width(self, use: Use) -> int:
+        """Entries of its weight."""
+        return self.weight.numel()
+
+    @property
+    def updates(self) -> int:
+        """As if a statistic had come: none is waited for."""
+        return 1
+
+    def statistics(self) -> Statistics:
+        """None."""
+        return Statistics(())
+
+    def observe(self, use: Use, x: Tensor, g: Tensor, one_pass: Any, terms: int) -> None:
+        """Nothing is collected; a shift that was frozen or unfrozen counts from now on."""
+        self.bias = self._has_bias()
+
+    def collect(self, use: Use, x: Tensor, g: Tensor) -> int:
+        """Nothing."""
+        return 0
+
+    def asks(self, due: bool) -> bool:
+        """Never."""
+        return False
+
+    def decompose(self, group: Group) -> None:
+        """Nothing."""
+
+    def direction(
+        self, gradients: tuple[Tensor, ...], group: Group, spend: bool = False, origin: Origin | None = None
+    ) -> Direction:
+        """The gradients themselves, at another length."""
+        unit = unit_of(gradients)
+        dtype = statistics_dtype(self.weight)
+        parts = [g.to(dtype) / unit.to(dtype) for g in gradients]
+        length = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(part).double() for part in parts]))
+        scale = unit / (1 + group["damping"])
+        size = sum(part.numel() for part in parts)
+        given = length * unit
+        return Direction(tuple(map(Whole, parts)), scale, size, lambda: given, length, lambda: length.square() * unit)
+
+    def multiply(self, change: tuple[Tensor, ...], group: Group) -> tuple[Tensor, ...]:
+        """(1 + l) times a change."""
+        return tuple(c * (1 + group["damping"]) for c in change)
+
+    def facts(self, group: Group) -> dict[str, Any]:
+        """Units stand on the output side."""
+        return {
+            "input_dim": 1 + self.bias,
+            "output_dim": self.weight.numel(),
+            "damping_output": float(group["damping"]),
+        }
+
+
+# --- saved states
+
+
+def _tensors_of(rows: Rows) -> tuple[Tensor, ...]:
+    return tuple(t for t in vars(rows).values() if isinstance(t, Tensor))
+
+
+def _saved(basis: Basis) -> dict[str, Any]:
+    inverse = basis.inverse
+    return {
+        "size": basis.size,
+        "mixed": inverse.mixed,
+        "shape": list(inverse.rows.shape),
+        "rows": {name: t for name, t in vars(inverse.rows).items() if isinstance(t, Tensor)},
+        "sample": {name: t for name, t in vars(inverse.sample).items() if t is not None},
+        "values": inverse.values,
+        "vectors": inverse.vectors,
+    }
+
+
+def _loaded(state: Mapping[str, Any], weight: Tensor) -> Basis:
+    """On the weight's device, as copies."""
+    dtype, device = statistics_dtype(weight), weight.device
+
+    def number(t: Any, precision: torch.dtype, dims: int) -> Tensor:
+        if not isinstance(t, Tensor) or not t.is_floating_point() or t.ndim != dims:
+            raise ValueError("the saved gradients of a layer are no tensors of floating point, or of another shape")
+        if not bool(torch.isfinite(t).all()):
+            raise ValueError("the saved gradients of a layer hold NaN or Inf")
+        return t.to(device, precision, copy=True)
+
+    rows: Rows
+    shape = tuple(int(n) for n in state["shape"])
+    if state["rows"].keys() == {"U"}:
+        rows = Formed(number(state["rows"]["U"], dtype, 2), shape)
+        count = len(rows.U)
+        fits = rows.U.shape[1] == math.prod(shape)
+    else:
+        rows = Outer(number(state["rows"]["G"], dtype, 4), number(state["rows"]["X"], dtype, 4))
+        count = rows.G.shape[1]
+        fits = rows.G.shape[:3] == rows.X.shape[:3] and rows.shape == shape
+    drawn = {name: _places(t).to(device) for name, t in state["sample"].items()}
+    sample: Sample = Everything()
+    if drawn.keys() == {"places"}:
+        sample = Places(drawn["places"])
+        fits = fits and int(drawn["places"].max()) < math.prod(shape)
+    elif drawn:
+        sample = Grid(drawn.get("i"), drawn.get("j"))
+        sides = {"i": shape[1], "j": shape[2]}
+        fits = fits and isinstance(rows, Outer) and all(int(t.max()) < sides[name] for name, t in drawn.items())
+    values, vectors = number(state["values"], torch.float64, 1), number(state["vectors"], torch.float64, 2)
+    size, mixed = state["size"], state["mixed"]
+    known = isinstance(size, float) and 0 < size < math.inf and isinstance(mixed, bool) and bool((values >= 0).all())
+    if not (fits and known and len(values) == count and vectors.shape == (count, count)):
+        raise ValueError("the saved gradients of a layer do not fit together")
+    if mixed and not isinstance(rows, Outer):
+        raise ValueError("the saved gradients of a layer are formed, and cannot be mixed")
+    return Basis(Woodbury(rows, sample, sample.of(rows), values, vectors, mixed), size)
+
+
+def _places(t: Any) -> Tensor:
+    if not isinstance(t, Tensor) or t.dtype != torch.int64 or t.ndim != 1 or not len(t) or int(t.min()) < 0:
+        raise ValueError(f"the saved state sampled {t!r}")
+    return t.clone()
