@@ -63,6 +63,7 @@ class SENG(KFAC):
         **dict.fromkeys(
             ("decomposition", "rank", "oversampling", "power_iterations", "tail", "warm_start"), NO_SPECTRUM
         ),
+        "stale": "its curvature is that of one batch, which no other batch's resembles",
         "damping_rule": "its damping stands beside the whole Fisher matrix, and is not shared by two factors",
         "apply": "its inverse does not act on the rows of a gradient one by one",
         "power": "sampled and full rows meet in its inverse, which has no other power",
