@@ -64,9 +64,18 @@ def moved(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tenso
     return {name: start[name] - value for name, value in joined(model, "data").items()}
 
 
+class Mean(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(1)
+
+
 CASES = {
     "rows": (mlp, rows),
     "images": (lambda: nn.Sequential(*(m for m in convnet() if not isinstance(m, nn.BatchNorm2d))), images),
+    "sequences": (
+        lambda: nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Tanh(), Mean(), nn.Linear(5, 4)).double(),
+        lambda n: (torch.randn(n, 3, 6).double(), torch.randint(4, (n,))),
+    ),
     "norms": (lambda: nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, 4)).double(), rows),
 }
 
@@ -79,7 +88,9 @@ def test_without_sampling_it_is_the_dense_solve(case: str, damping: float, form:
     make, draw = CASES[case]
     model, (x, y), another = make(), draw(7), draw(5)
     U = by_hand(model, x, y)
-    optimizer = stated.SENG(model, damping=damping, relative_to=None, **{**EXACT, **form, "inverse_every": 50})
+    sharing = "reduce" if case == "sequences" else "expand"
+    keywords = {**EXACT, **form, "inverse_every": 50, "weight_sharing": sharing}
+    optimizer = stated.SENG(model, damping=damping, relative_to=None, **keywords)
     for batch in ((x, y), another):
         step_taken = moved(model, optimizer, batch)
         for name, gradient in joined(model).items():

@@ -34,9 +34,9 @@ class SENG(KFAC):
     """SENG (Yang, Xu, Wen, Chen, Xu 2021): S = 1/l [J - U^T (l I + U U^T)^-1 U J] for each layer, F = U^T U.
 
     The rows of U are the gradients of one batch's samples over sqrt(N), vec(sum over positions of g x^T); there is no
-    average and no factor, and the same batch serves `inverse_every` steps. A layer of D entries whose rows cost n S
-    positions takes 2 n^2 min(D, q^2) flops and one eigendecomposition of the n x n kernel a refresh, and 4 n D flops a step
-    where rows are formed, 4 n S D where they are kept as products (2 p D with product="published").
+    average and no factor, and the same batch serves `inverse_every` steps. For a layer of D entries, n samples and S positions
+    of each a refresh takes 2 n^2 min(D, q^2) flops and the eigenvalues of an n x n kernel; a step takes 2 n min(D, q^2) flops
+    and 2 n D where rows are formed, 2 n S D where they are kept as products (2 p D with product="published").
     Embeddings train by the fallback rule. What it costs, when to use it, what is published: docs/family/seng.md.
 
     Its own arguments (the others: `KFAC`, without those of factors and their decompositions):
