@@ -134,3 +134,27 @@ def test_a_frozen_bias_takes_no_part() -> None:
         assert adapter.has_bias(module)
         module.bias.requires_grad_(False)
         assert not adapter.has_bias(module)
+
+
+@each_case
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_rows_of_a_sample_make_its_own_gradient(case: Case, sharing: str) -> None:
+    module, x, g = differentiated(case)
+    adapter = adapter_for(module)
+    if not isinstance(adapter, KroneckerAdapter) or adapter.diagonal_input():
+        return
+    bias = adapter.has_bias(module)
+    a, b = adapter.by_sample(module, x, g, bias, sharing)
+    found = (b.mT @ a)[..., : a.shape[-1] - bias]
+    if adapter.samples(module, x) is None and sharing == "expand":
+        batch = [(row, grad) for row, grad in zip(x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1]), strict=True)]
+    elif x.ndim == 1 or adapter.samples(module, x) == 1:
+        batch = [(x, g)]
+    else:
+        batch = [(one[None], grad[None]) for one, grad in zip(x, g, strict=True)]
+    expected = [adapter.matrix(module, adapter.gradient(module, one, grad)) for one, grad in batch]
+    torch.testing.assert_close(found, torch.stack(expected, dim=-3))
+    if len(expected) > 2:
+        some = torch.tensor([2, 0])
+        c, d = adapter.by_sample(module, x, g, bias, sharing, some)
+        torch.testing.assert_close((c, d), (a[..., some, :, :], b[..., some, :, :]))

@@ -27,7 +27,7 @@ class Enrolled:
 
     make: Callable[..., torch.optim.Optimizer]
     statistics: Callable[[torch.optim.Optimizer], dict[str, Tensor]] = averages
-    lacks: frozenset[str] = field(default_factory=frozenset)  # keywords that mean nothing to it
+    lacks: frozenset[str] = field(default_factory=frozenset)  # keywords, and rows, that mean nothing to it
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         return self.make(*args, **keywords)
@@ -50,5 +50,7 @@ OPTIMIZERS: dict[str, Enrolled] = {
     ),
     "RSKFAC-auto-rank": Enrolled(partial(stated.RSKFAC, rank="auto", oversampling=1)),
     "graft-adamw": Enrolled(_adamw_length, lacks=frozenset({"momentum"})),
+    "input-side": Enrolled(partial(stated.RSKFAC, sides="input", **SMALL), lacks=frozenset({"rows g"})),
+    "output-side": Enrolled(partial(stated.RSKFAC, sides="output", **SMALL), lacks=frozenset({"rows a"})),
     "paper": Enrolled(partial(rkfac.RSKFAC, **{**rkfac.paper_defaults(), **SMALL})),
 }

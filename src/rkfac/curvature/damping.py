@@ -79,7 +79,8 @@ class Factored(Damping):
 
     def shares(self, damping: float, A: Factor[Any], G: Factor[Any]) -> tuple[Tensor, Tensor]:
         """damping, or damping times each factor's own mean or largest eigenvalue."""
-        return in_units_of(damping, self.size(A)), in_units_of(damping, self.size(G))
+        of_A, of_G = (in_units_of(damping, self.size(factor)) * factor.learns for factor in (A, G))
+        return of_A, of_G
 
     def in_force(self, damping: float, own: Factor[Any], other: Factor[Any]) -> tuple[float, bool]:
         """Whatever the other one is."""
@@ -130,13 +131,19 @@ class Pi(_Joint):
 
     def shares(self, damping: float, A: Factor[Any], G: Factor[Any]) -> tuple[Tensor, Tensor]:
         """pi sqrt(l) and sqrt(l) / pi."""
-        total, ratio = self.total(damping, A, G).sqrt(), _ratio(A.mean, G.mean)
+        total = self.total(damping, A, G)
+        if not (A.learns and G.learns):  # the other side is the identity, and stays it
+            return total * A.learns, total * G.learns
+        total, ratio = total.sqrt(), _ratio(A.mean, G.mean)
         return ratio * total, total / ratio
 
     def in_force(self, damping: float, own: Factor[Any], other: Factor[Any]) -> tuple[float, bool]:
         """pi sqrt(l), from the traces and, for an l in units of the largest eigenvalues, from the last known ones."""
+        total = self.expected_total(damping, own, other)
+        if not other.learns:
+            return float(total), False
         own_mean, other_mean = (f.trace().mean() / f.shape[-1] for f in (own, other))
-        return float(_ratio(own_mean, other_mean) * self.expected_total(damping, own, other).sqrt()), False
+        return float(_ratio(own_mean, other_mean) * total.sqrt()), False
 
 
 def in_units_of(damping: float, size: Tensor) -> Tensor:

@@ -98,6 +98,24 @@ class KroneckerAdapter(Adapter):
     def output_shape(self, module: nn.Module) -> tuple[int, ...]:
         """Likewise of the output factor."""
 
+    def by_sample(
+        self, module: nn.Module, x: Tensor, g: Tensor, bias: bool, sharing: str, drawn: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Rows sample by sample, ([groups,] N, positions, d_in[+1]) and ([groups,] N, positions, d_out).
+
+        The gradient of one sample is sum over its positions of g a^T. Where no dimension is known to be the samples',
+        every position is a sample of its own ("expand") or the first one is ("reduce"). `drawn` are numbers of samples.
+        """
+        if drawn is not None and (sharing == "reduce" or self.samples(module, x) is not None):
+            x, g, drawn = x[drawn], g[drawn], None
+        samples = self.samples(module, x)
+        samples = self.count(module, g, sharing) if samples is None else samples
+        inputs = torch.cat(list(self.input_rows(module, x, bias, "expand", drawn)), -2)
+        gradients = self.output_rows(module, x, g, "expand", drawn)
+        if drawn is not None:
+            samples = len(drawn)
+        return inputs.unflatten(-2, (samples, -1)), gradients.unflatten(-2, (samples, -1))
+
     def diagonal_input(self) -> bool:
         """Whether inputs are one-hot: the input factor is diagonal, counts all rows and forms (or draws) none."""
         return False

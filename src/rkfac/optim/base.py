@@ -112,11 +112,12 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             self._extend()
 
     def _make_block(self, uses: Sequence[Use], adapter: Adapter) -> Block | Uncovered:
+        """The block that serves a weight, or why none does."""
         for kind in type(adapter).__mro__[: 1 if adapter.unlike_its_ancestors else None]:
             if kind in self.block_types:
                 return self.block_types[kind](uses, adapter, self._settings)
         kinds = " and ".join(sorted({type(use.module).__name__ for use in uses}))
-        return Uncovered(f"{type(self).__name__} has no block for a weight of {kinds} layers")
+        return Uncovered(f"{type(self).__name__} has no curvature for {kinds}")
 
     def _extend(self) -> None:
         """Give a block to every layer that can have one and has none yet."""

@@ -54,6 +54,8 @@ class KFAC(CurvatureOptimizer):
       power             the damped curvature is taken to this power, in [-1, 0): -1 is K-FAC's natural gradient, -0.5 the
                         half-way that Shampoo, SOAP and Adam go; kl_clip and adaptive_damping need -1
       damping_rule      "factored": l on each factor; "product": on the product spectrum; "pi": split by the trace ratio
+      sides             which of a layer's two factors are kept: "both", "input" (FOOF: no statistics of gradients are
+                        collected) or "output"; the identity, undamped, stands for the other. Norm layers have one block
       factor_decay*, factor_every*, inverse_every*   [rho, T_KU, T_KI]
       factor_start      "unbiased": averages are free of their start; "identity": they start from I, which damps the
                         first steps and is kept apart from what is decomposed; "paper": the same, but sketches see it
@@ -88,6 +90,7 @@ class KFAC(CurvatureOptimizer):
     """
 
     preset: ClassVar[Decomposition] = Exact()  # what `decomposition=None` means
+    _method: Any = None  # what the blocks of a member of the family are told, set before this constructor is called
 
     def __init__(
         self,
@@ -106,6 +109,7 @@ class KFAC(CurvatureOptimizer):
         damping: float = 1.0,
         power: float = -1.0,
         damping_rule: Literal["factored", "product", "pi"] = "factored",
+        sides: Literal["both", "input", "output"] = "both",
         relative_to: Literal["mean", "largest"] | None = "mean",
         factor_decay: float = 0.95,
         factor_every: int = 10,
@@ -139,6 +143,7 @@ class KFAC(CurvatureOptimizer):
         seed: int = 0,
     ) -> None:
         check_choice("damping_rule", damping_rule, tuple(RULES))
+        check_choice("sides", sides, ("both", "input", "output"))
         check_choice("factor_start", factor_start, tuple(STARTS))
         check_choice("tail", tail, ("zero", "trace"))
         check_choice("fisher", fisher, ("empirical", "mc"))
@@ -192,6 +197,8 @@ class KFAC(CurvatureOptimizer):
             stagger=stagger,
             max_failures=max_failures,
             randomness=randomness_from(generator, seed),
+            sides=sides,
+            method=self._method,
         )
         rest = fallback or graft or "sgd"
         if graft == "adamw" and rest == "adamw" and (momentum is not None or nesterov):

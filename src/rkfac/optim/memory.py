@@ -15,7 +15,7 @@ from rkfac.curvature.block import Block, Settings
 from rkfac.curvature.fisher import Likelihood
 from rkfac.optim.report import listed
 
-STATE_FORMAT = 5
+STATE_FORMAT = 6
 
 
 def fingerprint(settings: Settings, likelihood: Likelihood | None, graft: str | None, fallback: str) -> dict[str, str]:
@@ -29,6 +29,8 @@ def fingerprint(settings: Settings, likelihood: Likelihood | None, graft: str | 
         "loss_average": settings.loss_average,
         "factor_start": _words(settings.start),
         "stagger": str(settings.stagger),
+        "sides": settings.sides,
+        "method": str(settings.method),
         "fisher": "empirical" if likelihood is None else _words(likelihood),
         "graft": str(graft),
         "apply": "backward" if settings.backward else "step",

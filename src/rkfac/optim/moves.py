@@ -158,6 +158,9 @@ def _preconditioned(
         # The weight's course is in memory that the bias's must not overwrite.
         room = scratch if p is block.weight else Scratch()
         courses.append(rules.covered.course(p, target.gradient, state[p], own, room, natural))
+    if block.learns:
+        known = zip(targets, courses, strict=True)
+        block.learn(tuple(course.vector if t is None else t.gradient for t, course in known), group)
     spend = courses[0].spend and None not in targets  # what does not move leaves a question to the vector itself
     direction = block.direction(
         tuple(course.vector for course in courses),

@@ -66,7 +66,8 @@ def test_channels_last_equals_contiguous(build: Build) -> None:
         step(model, optimizer, (x, y))
         step(other, last, (x.to(memory_format=torch.channels_last), y))
     assert other[0].weight.is_contiguous(memory_format=torch.channels_last)
-    assert_moved(model, start)
+    # A bias before a batch norm has no gradient; only an input factor that couples it to the weight moves it.
+    assert_moved(model, {name: p for name, p in start.items() if name != "0.bias"})
     assert_same_averages(last, optimizer)
     assert_same_parameters(other, model, rtol=1e-7, atol=1e-9)
 

@@ -46,6 +46,8 @@ class Settings:
     stagger: bool
     max_failures: int
     randomness: Randomness
+    sides: str = "both"  # which factors a layer keeps; the identity stands for the other
+    method: Any = None  # what the block of a particular optimizer is told beyond this: a small frozen value
 
     def due(self, step: int, period: int, offset: int = 0) -> bool:
         """Whether a period is over; with `eager_start` also when half of the age has passed, while that is shorter.
@@ -156,11 +158,15 @@ class Block(ABC):
         """Whether any statistic ever came in."""
         return all(factor.updates > 0 for factor in self.factors.values())
 
-    @abstractmethod
     def reset(self) -> None:
-        """Forget everything, for the parameters that are trained now."""
+        """Forget everything: at the start, and when the set of trained parameters changes."""
         self.bias = self._has_bias()
+        self._make()
         self.discard()
+
+    @abstractmethod
+    def _make(self) -> None:
+        """Factors that know nothing yet, for the parameters that are trained now."""
 
     def _follow(self) -> None:
         """Go where the model went."""
@@ -218,9 +224,9 @@ class Block(ABC):
         generator = self.settings.randomness.generator("rows", self.name, updates, self.pending.calls)
         return subset(rows, most, generator).to(device), rows / most
 
-    @abstractmethod
     def statistics(self) -> Statistics:
         """Empty ones, whose moments are one a factor, in the order of `factors`."""
+        return Statistics(tuple(factor.moment() for factor in self.factors.values()))
 
     def discard(self) -> None:
         """Drop what is pending."""
@@ -270,6 +276,12 @@ class Block(ABC):
         """The expensive part of `refresh`; changes nothing when it raises."""
 
     # --- step
+
+    learns: ClassVar[bool] = False  # whether it wants to see the gradients of every step
+
+    def learn(self, gradients: tuple[Tensor, ...], group: Group) -> None:
+        """See the gradients of a step that is about to be taken, one a parameter, before its direction is asked for."""
+        raise NotImplementedError(f"a {self.kind} block learns from statistics alone")
 
     @abstractmethod
     def direction(

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from rkfac.curvature.block.base import Block, Group, Settings
 from rkfac.curvature.block.direction import Direction
-from rkfac.curvature.factor import DenseFactor, DiagonalFactor, Factor
+from rkfac.curvature.factor import DenseFactor, DiagonalFactor, Factor, IdentityFactor
 from rkfac.curvature.following import Follower, Origin, few
-from rkfac.curvature.moment import DiagonalMoment, Moment
-from rkfac.curvature.statistics import Statistics
 from rkfac.layers.base import KroneckerAdapter, Use, statistics_dtype
 from rkfac.linalg import (
     SAFE,
@@ -45,18 +43,26 @@ class KroneckerBlock(Block):
         self.adapter = adapter
         super().__init__(uses, adapter, settings)
 
-    def reset(self) -> None:
-        """Forget everything: at the start, and when the set of trained parameters changes."""
-        super().reset()
+    def _make(self) -> None:
+        """A factor for each side."""
         like = torch.empty(0, dtype=statistics_dtype(self.weight), device=self.weight.device)
-        start, shape = self.settings.start, self.adapter.input_shape(self.module, self.bias)
-        self.input: Factor[Any] = (DiagonalFactor if self.adapter.diagonal_input() else DenseFactor)(shape, start, like)
-        self.output = DenseFactor(self.adapter.output_shape(self.module), start, like)
+        self.input: Factor[Any] = self._factor("input", self.adapter.input_shape(self.module, self.bias), like)
+        self.output: Factor[Any] = self._factor("output", self.adapter.output_shape(self.module), like)
         self._prepared: tuple[tuple[Any, ...], Preconditioner] | None = None
         self._in_backward: bool | None = None  # not decided yet
         self._followed: tuple[Any, ...] | None = None  # what it was decided for whether rows are followed
         self._pinned: tuple[tuple[Any, ...], Rowwise | None] | None = None  # with the version and damping it is for
         self.rowwise, self.natural, self.follower = None, False, None
+
+    def _factor(self, side: str, shape: tuple[int, ...], like: Tensor) -> Factor[Any]:
+        """What keeps the average of one side: a diagonal for one-hot inputs, nothing for a side that is left out."""
+        if self.settings.sides not in ("both", side):
+            return IdentityFactor(shape, self.settings.start, like)
+        if side == "input" and self.adapter.diagonal_input():
+            return DiagonalFactor(shape, self.settings.start, like)
+        return self.wide_factor(shape, self.settings.start, like)
+
+    wide_factor: ClassVar[Callable[..., Factor[Any]]] = DenseFactor  # of every other side
 
     @property
     def factors(self) -> Mapping[str, Factor[Any]]:
@@ -72,17 +78,16 @@ class KroneckerBlock(Block):
         """Outputs of all groups."""
         return math.prod(_kronecker(use).output_shape(use.module))
 
-    def statistics(self) -> Statistics:
-        """Of inputs and of output gradients."""
-        return Statistics(((DiagonalMoment if self.adapter.diagonal_input() else Moment)(), Moment()))
-
     def collect(self, use: Use, x: Tensor, g: Tensor) -> int:
         """Rows of this call join what is pending, the same ones on both sides."""
         of_inputs, of_gradients = self.pending.of(use).moments
         adapter, module, sharing = _kronecker(use), use.module, self.settings.weight_sharing
         rows = adapter.count(module, g, sharing)
         drawn, weight = self.draw(rows, g.device)
-        of_gradients.add(adapter.output_rows(module, x, g, sharing, drawn), weight, source=g)
+        if self._wants_rows(self.output):
+            of_gradients.add(adapter.output_rows(module, x, g, sharing, drawn), weight, source=g)
+        if not self._wants_rows(self.input):
+            return rows
         finished = adapter.input_moment(module, x, self.bias, sharing) if drawn is None else None
         if finished is not None:
             largest = peak(x).to(statistics_dtype(x))
@@ -93,6 +98,9 @@ class KroneckerBlock(Block):
         for part in adapter.input_rows(module, x, self.bias, sharing, drawn):
             of_inputs.add(part, weight, source=x)
         return rows
+
+    def _wants_rows(self, factor: Factor[Any]) -> bool:
+        return factor.learns
 
     def decompose(self, group: Group) -> None:
         """Both factors; nothing changes if either fails."""

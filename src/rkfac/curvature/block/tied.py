@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from rkfac.curvature.block.kronecker import KroneckerBlock
+from rkfac.curvature.factor import Factor
 from rkfac.curvature.moment import DiagonalMoment, JoinedMoment, Moment, SquareMoment
 from rkfac.curvature.statistics import Statistics
 from rkfac.layers.base import Use
@@ -85,3 +86,6 @@ class TiedBlock(KroneckerBlock):
     def statistics(self) -> Statistics:
         """Of both uses apart: their units differ."""
         return TiedStatistics()
+
+    def _wants_rows(self, factor: Factor[Any]) -> bool:
+        return True  # how much a use weighs is asked of both its sides, whichever is kept

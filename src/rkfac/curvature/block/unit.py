@@ -14,8 +14,6 @@ from rkfac.curvature.block.direction import Direction
 from rkfac.curvature.decompose import Exact
 from rkfac.curvature.factor import DenseFactor, Factor
 from rkfac.curvature.following import Origin
-from rkfac.curvature.moment import Moment
-from rkfac.curvature.statistics import Statistics
 from rkfac.layers.base import UnitAdapter, Use, statistics_dtype
 from rkfac.linalg import Whole
 
@@ -30,9 +28,8 @@ class UnitBlock(Block):
         self.adapter = adapter
         super().__init__(uses, adapter, settings)
 
-    def reset(self) -> None:
-        """Forget everything: at the start, and when the set of trained parameters changes."""
-        super().reset()
+    def _make(self) -> None:
+        """One factor of small blocks."""
         like = torch.empty(0, dtype=statistics_dtype(self.weight), device=self.weight.device)
         self.factor = DenseFactor((self.weight.numel(), 1 + self.bias), self.settings.start, like)
         self._prepared: tuple[tuple[int, float, torch.device], Tensor] | None = None
@@ -45,10 +42,6 @@ class UnitBlock(Block):
     def width(self, use: Use) -> int:
         """Units."""
         return self.weight.numel()
-
-    def statistics(self) -> Statistics:
-        """Of the gradients alone."""
-        return Statistics((Moment(),))
 
     def collect(self, use: Use, x: Tensor, g: Tensor) -> int:
         """Gradients of scale and shift, a row a sample."""

@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -49,6 +49,8 @@ class Factor(ABC, Generic[Low]):
     the start exactly, also when the decay changes on the way.
     """
 
+    learns: ClassVar[bool] = True  # whether rows change it
+
     def __init__(self, shape: tuple[int, ...], start: Start, like: Tensor) -> None:
         self.shape = shape
         self.start = start
@@ -58,6 +60,10 @@ class Factor(ABC, Generic[Low]):
         self._weight = self._identity = 1.0 if start.identity else 0.0
         self.updates = 0
         self._refreshed: Refreshed[Low] | None = None
+
+    def moment(self) -> Moment:
+        """An empty moment of the kind that it takes."""
+        return Moment()
 
     @abstractmethod
     def _zero(self) -> Tensor:

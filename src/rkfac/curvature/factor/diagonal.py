@@ -11,11 +11,16 @@ from torch import Tensor
 
 from rkfac.curvature.decompose import Request
 from rkfac.curvature.factor.base import Factor, Refreshed, restored
+from rkfac.curvature.moment import DiagonalMoment
 from rkfac.linalg import DecompositionError, Diagonal
 
 
 class DiagonalFactor(Factor[Diagonal]):
     """`shape` is (d,); its eigenvalues are its entries, so that a refresh copies them."""
+
+    def moment(self) -> DiagonalMoment:
+        """Counts."""
+        return DiagonalMoment()
 
     def _zero(self) -> Tensor:
         return self._like.new_zeros(self.shape)
