@@ -254,6 +254,14 @@ def test_the_step_is_the_dense_solve() -> None:
     torch.testing.assert_close(model.table.weight.detach(), start - expected)
 
 
+@pytest.mark.parametrize("side", ["input", "output"])
+def test_one_side_alone_is_that_side_of_both(side: str) -> None:
+    found, expected = collected(language(), sides=side), by_hand(language())
+    kept = ["input", "output"].index(side)
+    torch.testing.assert_close(found[kept], expected[kept])
+    torch.testing.assert_close(found[1 - kept], torch.eye(len(found[1 - kept])).double())
+
+
 # --- several modules of one kind
 
 
@@ -352,7 +360,7 @@ def test_an_optimizer_without_a_block_for_ties_leaves_them_out_by_name() -> None
     optimizer = Plain(language(), exclude=())
     reasons = {r.name: r.reason for r in optimizer.report() if not r.covered}
     assert reasons.keys() == {"table", "head"}
-    assert set(reasons.values()) == {"Plain has no block for a weight of Embedding and Linear layers"}
+    assert set(reasons.values()) == {"Plain has no curvature for Embedding and Linear"}
 
 
 # --- moments

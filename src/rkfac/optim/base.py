@@ -120,13 +120,14 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             self._extend()
 
     def _make_block(self, uses: Sequence[Use], adapter: Adapter) -> Block | Uncovered:
+        """The block that serves a weight, or why none does."""
         for kind in type(adapter).__mro__[: 1 if adapter.unlike_its_ancestors else None]:
             if kind in self.block_types:
                 made = self.block_types[kind](uses, adapter, self._settings)
                 why = made if isinstance(made, str) else self._choice.too_wide(made.widest(self._group(made)))
                 return Uncovered(why) if isinstance(made, str) or why else made
         kinds = " and ".join(sorted({type(use.module).__name__ for use in uses}))
-        return Uncovered(f"{type(self).__name__} has no block for a weight of {kinds} layers")
+        return Uncovered(f"{type(self).__name__} has no curvature for {kinds}")
 
     def _extend(self) -> None:
         """Give a block to every layer that can have one and has none yet."""
