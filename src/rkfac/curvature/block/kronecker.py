@@ -109,9 +109,6 @@ class KroneckerBlock(Block):
             of_inputs.add(part, weight, source=x)
         return rows
 
-    def _wants_rows(self, factor: Factor[Any]) -> bool:
-        return factor.learns
-
     def decompose(self, group: Group) -> None:
         """Both factors; nothing changes if either fails."""
         rule, damping = self.settings.damping, group["damping"]
