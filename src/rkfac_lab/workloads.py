@@ -337,7 +337,7 @@ register(
         loss=F.cross_entropy,
         prepare=_normalised,
         metrics={"test_accuracy": accuracy},
-        targets=_accuracy_targets(0.70, 0.80, 0.85),
+        targets=_accuracy_targets(0.65, 0.70, 0.75),
         augment=crop_and_flip,
         channels_last=True,
         defaults=_VGG_DEFAULTS,
