@@ -287,3 +287,10 @@ def test_a_person_can_read_the_repr() -> None:
     assert "tensor(" not in text
     assert "linear1.weight" not in text, "no list of parameters"
     assert len(text) < 900
+
+
+@pytest.mark.parametrize("kind", [rkfac.RSKFAC, rkfac.EKFAC, rkfac.SENG], ids=lambda kind: kind.__name__)
+def test_a_warning_of_little_coverage_points_at_the_line_that_builds_the_optimizer(kind: type[rkfac.KFAC]) -> None:
+    with pytest.warns(UserWarning, match="of 35 trained parameters") as caught:
+        kind(nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2, bias=False)), exclude=("*",))
+    assert caught[0].filename == __file__

@@ -98,7 +98,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         close_with(self, self._capture)
         run_eagerly(model, self._capture)
         self._extend()
-        warn_of_little(self._blocks, self._reasons, stacklevel=4)
+        warn_of_little(self._blocks, self._reasons)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies would share hooks and blocks with the original, or have none; torch's own way would break silently."""

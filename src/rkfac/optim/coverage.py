@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -198,7 +199,7 @@ def _matches(name: str, module: nn.Module, patterns: tuple[str, ...]) -> bool:
     return any(fnmatchcase(name, p) or fnmatchcase(type(module).__name__, p) for p in patterns)
 
 
-def warn_of_little(blocks: dict[str, Block], reasons: Mapping[str, LeftOut], stacklevel: int) -> None:
+def warn_of_little(blocks: dict[str, Block], reasons: Mapping[str, LeftOut]) -> None:
     """One warning when less than half of the trained parameters are preconditioned."""
     covered = sum(p.numel() for b in blocks.values() if b.weight.requires_grad for p in b.parameters)
     left = [(_trained(entry.parameters), name, entry.reason) for name, entry in reasons.items()]
@@ -211,8 +212,16 @@ def warn_of_little(blocks: dict[str, Block], reasons: Mapping[str, LeftOut], sta
     warnings.warn(
         f"only {covered:,} of {total:,} trained parameters are preconditioned, the others train by the fallback rule. "
         f"The largest left out: {largest}",
-        stacklevel=stacklevel,
+        stacklevel=_builder(),
     )
+
+
+def _builder() -> int:
+    """Frames from a warning to the line that builds the optimizer, however many constructors lie between."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("rkfac."):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def _trained(own: Iterable[nn.Parameter]) -> int:
