@@ -169,7 +169,7 @@ def _settings(own: str | dict[str, Any], **baselines: dict[str, Any]) -> dict[st
     # A recipe of the K-FACs' own may hold what means nothing to SENG, which has AdamW's numbers there; KLD-WRM's steps have
     # the length that its own model asks for.
     seng = numbers if isinstance(own, str) else {"graft": "adamw", **baselines["adamw"]}
-    return {**dict.fromkeys(filter(is_kfac, CLASSES), numbers), "seng": seng, "kld-wrm": {}, **baselines}
+    return {**dict.fromkeys(filter(is_kfac, CLASSES), numbers), "seng": seng, "kld-wrm": {"lr": 0.03}, **baselines}
 
 
 EVALUATED = 2000  # test samples, where all of them would cost more than about a twentieth of the training

@@ -44,7 +44,11 @@ ROUTINES: dict[str, tuple[Callable[[torch.dtype], LowRank | Outputs], set[str]]]
         lambda t: linalg.adaptive(X.to(t), 0.5, first_rank=RANK, oversampling=4, generator=_seeded()),
         {"svd", "cholesky_ex", "solve_triangular"},
     ),
-    "online_update": (lambda t: linalg.online_update(_low(t), COLUMNS[:, :4].to(t), 0.9), {"qr", "svd", "eigh"}),
+    "online_update": (lambda t: linalg.online_update(_low(t), COLUMNS[:, :4].to(t), 0.9), {"svd", "eigh"}),
+    "online_update, wide": (
+        lambda t: linalg.online_update(_low(t), torch.cat([COLUMNS, 2 * COLUMNS.flip(0)], 1).to(t), 0.9),
+        {"qr", "svd", "eigh"},
+    ),
     "correct": (lambda t: linalg.correct(_low(t), BROAD.to(t), torch.tensor([0, 2])), {"eigh"}),
     "orthonormal, tall": (lambda t: linalg.orthonormal(COLUMNS[:, :5].to(t)), set()),
     "orthonormal, square": (lambda t: linalg.orthonormal(COLUMNS.to(t)), {"qr"}),
