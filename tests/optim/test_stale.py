@@ -12,7 +12,7 @@ from torch import nn
 
 import rkfac
 from optim import stated
-from optim.enrolled import OPTIMIZERS
+from optim.enrolled import OPTIMIZERS, VARIANTS
 from optim.problems import average, mlp, reader, rows, same, sentences, step, train, twin
 from optim.promises.test_loading_damage import assert_all_refused
 from rkfac.curvature.block import KroneckerBlock
@@ -154,3 +154,27 @@ def test_it_is_refused_beside_stagger_and_by_blocks_that_cannot_be_compared() ->
 
 def test_it_is_among_the_enrolled() -> None:
     assert OPTIMIZERS["stale"](mlp())._settings.stale == 0.1
+
+
+MEMBERS = {name: record for name, record in {**OPTIMIZERS, **VARIANTS}.items() if "stale" not in record.lacks}
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_every_member_with_factors_has_intervals_of_its_own_and_resumes(name: str) -> None:
+    model = mlp()
+    keywords = {} if name == "stale" else {"stale": 0.3}
+    optimizer = MEMBERS[name](model, lr=0.01, **keywords)
+    batches = [rows() for _ in range(9)]
+    train(model, optimizer, batches[:6])
+    other = twin(model)
+    resumed = MEMBERS[name](other, lr=0.01, **keywords)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for net, each in ((model, optimizer), (other, resumed)):
+        train(net, each, batches[6:])
+    assert same(dict(model.named_parameters()), dict(other.named_parameters()))
+    assert all(record.interval >= 1 for record in optimizer.report() if record.covered)
+
+
+def test_seng_says_why_it_has_none() -> None:
+    with pytest.raises(ValueError, match="one batch"):
+        rkfac.SENG(mlp(), stale=0.1)
