@@ -65,6 +65,11 @@ def colour(position: int) -> str:
     return PALETTE[position % len(PALETTE)]
 
 
+def dash(position: int) -> Any:
+    """Another one for every neighbour, and for everybody who has the same colour."""
+    return DASHES[(position + position // len(PALETTE)) % len(DASHES)]
+
+
 def band(runs: Sequence[Run], quantity: str, against: str) -> Band:
     """Gather one quantity ("test_loss") of several seeds against another ("epoch", "train_seconds").
 
@@ -199,7 +204,7 @@ def tuning(tuned: Tuned) -> Figure:
         lost = [trial for trial in tuned.of(name) if trial not in shown]
         best = [trial for trial in mine if trial == tuned.best(name)]
         look: dict[str, Any] = {"color": colour(position), "marker": MARKERS[position % len(MARKERS)]}
-        line: dict[str, Any] = {"linestyle": DASHES[position % len(DASHES)], "linewidth": 1.7}
+        line: dict[str, Any] = {"linestyle": dash(position), "linewidth": 1.7}
         _draw_trials(axes, [trial for trial in mine if trial.decay is None], **line, **look)
         _draw_trials(axes, [trial for trial in mine if trial.decay is not None], **look, **HOLLOW)
         _draw_trials(axes, best, **{**look, **HOLLOW, **RING})
@@ -236,7 +241,7 @@ def scaling(rows: Sequence[Measurement], slopes: Mapping[str, Mapping[str, float
                 yerr=np.abs(errors - medians),
                 color=colour(position),
                 marker=MARKERS[position],
-                linestyle=DASHES[position % len(DASHES)],
+                linestyle=dash(position),
                 linewidth=1.7,
                 capsize=3,
                 label=method if slope is None else f"{method}: width$^{{{slope:.2f}}}$",
@@ -266,7 +271,7 @@ def _off_scale(tuned: Tuned, value: float) -> bool:
 
 def _tuning_legend(figure: Figure, contenders: Sequence[str]) -> None:
     looks: list[tuple[str, dict[str, Any]]] = [
-        (plotted(name), {"color": colour(n), "marker": MARKERS[n % len(MARKERS)], "linestyle": DASHES[n % len(DASHES)]})
+        (plotted(name), {"color": colour(n), "marker": MARKERS[n % len(MARKERS)], "linestyle": dash(n)})
         for n, name in enumerate(contenders)
     ]
     looks += [
@@ -302,7 +307,7 @@ def _figure(width: float, height: float) -> Figure:
 
 def _draw_band(axes: Axes, data: Band, position: int) -> None:
     shade = colour(position)
-    line: dict[str, Any] = {"color": shade, "linestyle": DASHES[position % len(DASHES)], "linewidth": 1.7}
+    line: dict[str, Any] = {"color": shade, "linestyle": dash(position), "linewidth": 1.7}
     lonely: dict[str, Any] = {"marker": MARKERS[position % len(MARKERS)], "markersize": 4} if len(data.x) == 1 else {}
     axes.plot(data.x, data.middle, zorder=3, **line, **lonely)
     if (data.high > data.low).any():

@@ -110,3 +110,8 @@ def test_modes_against_width_puts_counts_over_widths():
     np.testing.assert_array_equal(measured.get_ydata(), [2, 3])
     np.testing.assert_array_equal(lines["input factor A, bound"].get_ydata(), [3, 4])
     np.testing.assert_array_equal(lines["output factor Γ, measured"].get_ydata(), [2])
+
+
+def test_no_two_of_many_lines_look_alike():
+    looks = {(plots.colour(n), str(plots.dash(n))) for n in range(2 * len(plots.PALETTE))}
+    assert len(looks) == 2 * len(plots.PALETTE)
