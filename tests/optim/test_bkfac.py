@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import rkfac
 from optim import stated
 from optim.problems import assert_same_parameters, mlp, rows, same, train, twin
-from optim.test_trajectory import batches, network
+from optim.test_trajectory import assert_follows, batches, network, weights_and_biases
 from oracles import numpy_online
 from rkfac.curvature.factor import OnlineFactor
 
@@ -42,9 +41,8 @@ def test_thirty_steps_agree_with_numpy(changes: dict[str, Any]) -> None:
     model, data = network(), batches()
     keywords = {**rkfac.paper_defaults(), "rank": 5, "weight_decay": 0.0, **changes}
     optimizer = rkfac.BKFAC(model, **keywords, decomposition=rkfac.Exact(), apply="step")
-    layers = [m for m in model if hasattr(m, "weight")]
     history, losses = numpy_online.train(
-        [(m.weight.detach().numpy().copy(), m.bias.detach().numpy().copy()) for m in layers],
+        weights_and_biases(model),
         data,
         kind=numpy_online.Online,
         reduce=False,
@@ -56,15 +54,7 @@ def test_thirty_steps_agree_with_numpy(changes: dict[str, Any]) -> None:
         rank=keywords["rank"],
         clip=keywords["update_clip"],
     )
-    for step, (images, labels) in enumerate(data):
-        loss = nn.functional.cross_entropy(model(torch.from_numpy(images)), torch.from_numpy(labels))
-        assert loss.item() == pytest.approx(losses[step], abs=1e-8)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        for (weight, bias), layer in zip(history[step], layers, strict=True):
-            np.testing.assert_allclose(layer.weight.detach().numpy(), weight, rtol=0, atol=1e-8)
-            np.testing.assert_allclose(layer.bias.detach().numpy(), bias, rtol=0, atol=1e-8)
+    assert_follows(model, optimizer, data, history, losses)
     assert [r.kept_input for r in optimizer.report()] == ["dense", "online", "dense"]
 
 

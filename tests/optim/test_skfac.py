@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,7 +12,7 @@ import rkfac
 from optim import stated
 from optim.problems import assert_same_parameters, convnet, images, mlp, rows, train, twin
 from optim.test_bkfac import EVERY, steps_of, wide, wide_rows
-from optim.test_trajectory import batches, network
+from optim.test_trajectory import assert_follows, batches, network, weights_and_biases
 from oracles import numpy_online
 
 
@@ -31,9 +30,8 @@ def test_thirty_steps_agree_with_numpy(changes: dict[str, Any]) -> None:
         **changes,
     }
     optimizer = rkfac.SKFAC(model, **keywords)
-    layers = [m for m in model if hasattr(m, "weight")]
     history, losses = numpy_online.train(
-        [(m.weight.detach().numpy().copy(), m.bias.detach().numpy().copy()) for m in layers],
+        weights_and_biases(model),
         data,
         kind=numpy_online.Columns,
         reduce=True,
@@ -45,15 +43,7 @@ def test_thirty_steps_agree_with_numpy(changes: dict[str, Any]) -> None:
         rank=keywords["rank"],
         clip=keywords["update_clip"],
     )
-    for step, (inputs, labels) in enumerate(data):
-        loss = nn.functional.cross_entropy(model(torch.from_numpy(inputs)), torch.from_numpy(labels))
-        assert loss.item() == pytest.approx(losses[step], abs=1e-8)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        for (weight, bias), layer in zip(history[step], layers, strict=True):
-            np.testing.assert_allclose(layer.weight.detach().numpy(), weight, rtol=0, atol=1e-8)
-            np.testing.assert_allclose(layer.bias.detach().numpy(), bias, rtol=0, atol=1e-8)
+    assert_follows(model, optimizer, data, history, losses)
 
 
 @pytest.mark.parametrize("n", [2, 5, 31, 45])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,31 @@ def batches() -> list[tuple[np.ndarray, np.ndarray]]:
     ]
 
 
+def weights_and_biases(model: nn.Sequential) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Of every layer that has them."""
+    layers = [m for m in model if hasattr(m, "weight")]
+    return [(m.weight.detach().numpy().copy(), m.bias.detach().numpy().copy()) for m in layers]
+
+
+def assert_follows(
+    model: nn.Sequential,
+    optimizer: torch.optim.Optimizer,
+    data: Sequence[tuple[np.ndarray, np.ndarray]],
+    history: Sequence[Any],
+    losses: Sequence[float],
+) -> None:
+    """The optimizer takes a reference's steps, from the losses before to the weights and biases after each."""
+    for (images, labels), expected, loss in zip(data, history, losses, strict=True):
+        value = nn.functional.cross_entropy(model(torch.from_numpy(images)), torch.from_numpy(labels))
+        assert value.item() == pytest.approx(loss, abs=1e-8)
+        optimizer.zero_grad()
+        value.backward()
+        optimizer.step()
+        for mine, theirs in zip(weights_and_biases(model), expected, strict=True):
+            for own, its in zip(mine, theirs, strict=True):
+                np.testing.assert_allclose(own, its, rtol=0, atol=1e-8)
+
+
 @pytest.mark.parametrize("method", OPTIMIZERS)
 @pytest.mark.parametrize("rule", ["factored", "product"])
 @pytest.mark.parametrize(
@@ -49,11 +75,9 @@ def test_thirty_steps_agree_with_numpy(method: str, rule: str, changes: dict[str
     model, data = network(), batches()
     keywords = {**rkfac.paper_defaults(), "damping_rule": rule, **changes}
     optimizer = OPTIMIZERS[method](model, **keywords, generator=torch.Generator().manual_seed(5))
-    start = [(m.weight.detach().numpy().copy(), m.bias.detach().numpy().copy()) for m in model if hasattr(m, "weight")]
-
     source = torch.Generator().manual_seed(5)
     history, losses = numpy_kfac.train(
-        start,
+        weights_and_biases(model),
         data,
         method=method,
         damping_rule="factor" if rule == "factored" else "product",
@@ -70,12 +94,4 @@ def test_thirty_steps_agree_with_numpy(method: str, rule: str, changes: dict[str
         weight_decay=keywords["weight_decay"],
         weight_decay_start=keywords["weight_decay_from"],
     )
-    for step, (images, labels) in enumerate(data):
-        loss = nn.functional.cross_entropy(model(torch.from_numpy(images)), torch.from_numpy(labels))
-        assert loss.item() == pytest.approx(losses[step], abs=1e-8)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        for (weight, bias), layer in zip(history[step], [m for m in model if hasattr(m, "weight")], strict=True):
-            np.testing.assert_allclose(layer.weight.detach().numpy(), weight, rtol=0, atol=1e-8)
-            np.testing.assert_allclose(layer.bias.detach().numpy(), bias, rtol=0, atol=1e-8)
+    assert_follows(model, optimizer, data, history, losses)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rkfac.curvature.collected import Collected
 from rkfac.linalg import peak
 from rkfac.linalg.symmetric import add_gram, add_strips, gram, strip_elements
 
@@ -156,7 +157,7 @@ class _Squares(_Diagonal):
         value.mul_(keep).add_((self.values * 4.0**-self.unit_exponent).to(value), alpha=take)
 
 
-class Moment:
+class Moment(Collected[_Part]):
     """sum w r r^T over the rows seen since the last step; moments add up, `add` takes more rows of one weight w.
 
     Rows are kept while they take no more memory than their sum (or little of it), and summed up from then on.
@@ -165,12 +166,11 @@ class Moment:
     wants_rows = False  # whether rows are needed even where their sum is had faster without
 
     def __init__(self) -> None:
-        self.scale = 1.0  # what turns the sum into the factor, set by `Statistics.settle`
+        super().__init__()
         self._kept: list[_Rows] = []
         self._sum: _Sum | None = None
         self._finished: _Sum | None = None  # cut otherwise than sums of rows
         self._elements = 0
-        self._numbers: list[int] = []
         self._dead = False
 
     def add(self, rows: Tensor, weight: float = 1.0, source: Tensor | None = None) -> None:
@@ -210,11 +210,6 @@ class Moment:
             self._finished.join(strips, largest)
 
     @property
-    def numbers(self) -> int:
-        """How many numbers `readings` were."""
-        return sum(self._numbers)
-
-    @property
     def _parts(self) -> list[_Part]:
         return [*self._kept, *(part for part in (self._sum, self._finished) if part is not None)]
 
@@ -223,21 +218,10 @@ class Moment:
         """Whether nothing was added."""
         return not self._parts
 
-    def readings(self) -> list[Tensor]:
-        """Numbers the host must know before the moment can be used."""
-        readings = [part.readings() for part in self._parts]
-        self._numbers = [len(own) for own in readings]
-        return [number for own in readings for number in own]
-
-    def settle(self, numbers: Sequence[float]) -> bool:
-        """Take what `readings` were; whether everything is finite."""
-        if not all(map(math.isfinite, numbers)):
-            return False
+    def _settled(self, numbers: Sequence[float]) -> bool:
         self._dead = not any(numbers)
-        at = 0
-        for part, count in zip(self._parts, self._numbers, strict=True):
-            part.settle(max(map(abs, numbers[at : at + count])))
-            at += count
+        for part, own in self._by_part(numbers):
+            part.settle(max(map(abs, own)))
         return True
 
     @property

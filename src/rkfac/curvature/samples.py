@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rkfac.curvature.moment import LARGEST_EXPONENT
-from rkfac.linalg import Formed, Outer, Rows
+from rkfac.curvature.collected import Collected
+from rkfac.curvature.moment import unit
+from rkfac.linalg import Formed, Outer, Rows, peak
 
 FARTHEST = 480  # binary exponent of entries whose square float64 holds with room for their number
 
@@ -129,41 +130,28 @@ class OuterPiece(Piece):
         return Outer(_scaled(self.rows, -gradient_exponent), _scaled(self.inputs, -input_exponent))
 
 
-class Gathered:
+class Gathered(Collected[Piece]):
     """Rows u_n of the samples of one step; `Statistics` sets the scale of U^T U as it does a moment's."""
 
     def __init__(self) -> None:
-        self.scale = 1.0
-        self._parts: list[Piece] = []
-        self._numbers: list[int] = []
+        super().__init__()
+        self._pieces: list[Piece] = []
 
     def add(self, piece: Piece, joins: bool) -> None:
         """More samples, or more positions of the last ones."""
         if joins:
-            self._parts[-1] = self._parts[-1].joined(piece)
+            self._pieces[-1] = self._pieces[-1].joined(piece)
         else:
-            self._parts.append(piece)
+            self._pieces.append(piece)
 
     @property
-    def numbers(self) -> int:
-        """How many numbers `readings` were."""
-        return sum(self._numbers)
+    def _parts(self) -> list[Piece]:
+        return self._pieces
 
-    def readings(self) -> list[Tensor]:
-        """Numbers the host must know."""
-        readings = [part.readings() for part in self._parts]
-        self._numbers = [len(own) for own in readings]
-        return [number for own in readings for number in own]
-
-    def settle(self, numbers: Sequence[float]) -> bool:
-        """Take what `readings` were; whether everything is finite, squares too."""
-        if not all(map(math.isfinite, numbers)):
-            return False
-        at = 0
-        for part, count in zip(self._parts, self._numbers, strict=True):
-            part.settle(numbers[at : at + count])
-            at += count
-        return sum(self._exponents()) < FARTHEST
+    def _settled(self, numbers: Sequence[float]) -> bool:
+        for piece, own in self._by_part(numbers):
+            piece.settle(own)
+        return sum(self._exponents()) < FARTHEST  # squares are finite, too
 
     def _exponents(self) -> tuple[int, int]:
         return max(part.gradient_exponent for part in self._parts), max(part.input_exponent for part in self._parts)
@@ -184,10 +172,7 @@ class Gathered:
 
 def unit_for(t: Tensor) -> Tensor:
     """The power of two that brings the largest entry near one, on the device."""
-    low, high = torch.aminmax(t)
-    largest = 2.0 ** LARGEST_EXPONENT[t.dtype]
-    bounded = torch.maximum(-low, high).clamp(1 / largest, largest)
-    return torch.frexp(bounded).mantissa / bounded
+    return unit(peak(t))
 
 
 def _side_by_side(made: Sequence[Outer]) -> Outer:

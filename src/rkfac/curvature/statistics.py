@@ -7,29 +7,12 @@ else.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 from rkfac.layers.base import Use
-
-
-class Collected(Protocol):
-    """What rows of a layer are gathered in until the step: a moment, or the rows themselves."""
-
-    scale: float  # what turns it into the curvature
-
-    @property
-    def numbers(self) -> int:
-        """How many numbers `readings` were."""
-
-    def readings(self) -> list[Tensor]:
-        """Numbers the host must know."""
-
-    def settle(self, numbers: Sequence[float]) -> bool:
-        """Take what they were; whether everything is finite."""
 
 
 @dataclass(eq=False)

@@ -11,7 +11,7 @@ A unit adapter serves scale-and-shift layers: gradients (n, units, 1 or 2), a sa
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -131,6 +131,19 @@ class KroneckerAdapter(Adapter):
     def stored(self, module: nn.Module, weight: Tensor) -> Tensor:
         """As `matrix`, with columns in the order of the weight's own memory: a view of anything laid out like it."""
         return self.matrix(module, weight)
+
+    def joined(self, module: nn.Module, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """One tensor a parameter, the weight's alone or with the bias's, as one matrix whose last column is the bias."""
+        matrix = self.matrix(module, tensors[0]).to(dtype)
+        if len(tensors) == 1:
+            return matrix
+        return torch.cat([matrix, self.vector(module, tensors[1]).to(dtype)[..., None]], dim=-1)
+
+    def parted(self, module: nn.Module, matrix: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The inverse of `joined`, in the shapes of `like`."""
+        if len(like) == 1:
+            return (self.tensor(module, matrix),)
+        return self.tensor(module, matrix[..., :-1]), matrix[..., -1].reshape(like[1].shape)
 
     def vector(self, module: nn.Module, bias: Tensor) -> Tensor:
         """A tensor of the bias's shape as rows of the matrix."""

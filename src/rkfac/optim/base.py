@@ -154,7 +154,8 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         assert self._capture is not None
         self._regroup()
         self._planned: tuple[Any, ...] = self._deciding()
-        turn = self._turns()
+        # Who collects only for its refresh has turns in that as well; the others' are asked for when they refresh.
+        turn = self._turns() if any(block.period == "inverse_every" for block in self._blocks.values()) else {}
         for block in self._blocks.values():
             first = block.weight.requires_grad and not block.observed
             # Frozen layers too: they may be thawed before the forward, and cost nothing while they are not.

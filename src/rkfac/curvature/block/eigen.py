@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rkfac.curvature.block.base import Group, Settings
 from rkfac.curvature.block.kronecker import KroneckerBlock, kronecker_of
+from rkfac.curvature.block.settings import Group, Settings
 from rkfac.curvature.damping import in_units_of
 from rkfac.curvature.factor import Refreshed
 from rkfac.curvature.factor.base import restored

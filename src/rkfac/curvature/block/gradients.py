@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rkfac.curvature.block.base import Block, Group, Settings
+from rkfac.curvature.block.base import Block
 from rkfac.curvature.block.direction import Direction
-from rkfac.curvature.damping import in_units_of
+from rkfac.curvature.block.kernel import Basis, Sketch, loaded, saved, tensors_of
+from rkfac.curvature.block.settings import Group, Settings
 from rkfac.curvature.following import Origin
 from rkfac.curvature.randomness import subset
 from rkfac.curvature.samples import FormedPiece, Gathered, OuterPiece, Piece, unit_for
@@ -22,63 +22,16 @@ from rkfac.layers.base import MAX_CHUNK, Adapter, KroneckerAdapter, UnitAdapter,
 from rkfac.linalg import (
     SAFE,
     Everything,
-    Formed,
     Grid,
     Outer,
     Places,
     Rows,
     Sample,
     Whole,
-    Woodbury,
     at_once,
     unit_of,
     woodbury,
 )
-
-
-@dataclass(frozen=True)
-class Sketch:
-    """How much of the samples' gradients is looked at; every field is an argument of `SENG`."""
-
-    columns: int | None = 256
-    scaling: str = "unbiased"
-    product: str = "exact"
-    positions: int | None = 16
-    explicit_up_to: int = 700_000
-    norms: str = "curvature"
-
-    def __post_init__(self) -> None:
-        for name in ("columns", "positions"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name} must be an integer >= 1, or None for all, got {value!r}")
-        if isinstance(self.explicit_up_to, bool) or not isinstance(self.explicit_up_to, int) or self.explicit_up_to < 0:
-            raise ValueError(f"explicit_up_to must be an integer >= 0, got {self.explicit_up_to!r}")
-        choices = {
-            "scaling": ("unbiased", "published"),
-            "product": ("exact", "published"),
-            "norms": ("curvature", "published"),
-        }
-        for name, known in choices.items():
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {getattr(self, name)!r}")
-
-
-@dataclass(frozen=True, eq=False)
-class Basis:
-    """The inverse in units of the rows, and what U^T U of them is multiplied by to be F."""
-
-    inverse: Woodbury
-    size: float
-
-    def damping(self, damping: float, relative_to: str | None) -> Tensor:
-        """l in the units of the rows, one float64 number: absolute, or so many of F's mean or largest eigenvalues."""
-        values = self.inverse.values
-        if relative_to is None:
-            return torch.full_like(values[0], damping / self.size)
-        of = values.sum() / self.inverse.rows.entries if relative_to == "mean" else values[0]
-        # Where nothing was seen the gradient stays what it is.
-        return torch.where(of > 0, in_units_of(damping, of), torch.full_like(of, 1 / self.size))
 
 
 class GradientsBlock(Block):
@@ -144,7 +97,7 @@ class GradientsBlock(Block):
 
     def _follow(self) -> None:
         if self._basis is not None and self._basis.inverse.values.device != self.weight.device:
-            self._basis = _loaded(_saved(self._basis), self.weight)
+            self._basis = loaded(saved(self._basis), self.weight)
 
     # --- statistics
 
@@ -257,7 +210,7 @@ class GradientsBlock(Block):
 
     def state_dict(self) -> dict[str, Any]:
         """Also the rows that are in use, and the decomposition of their kernel."""
-        basis = None if self._basis is None else _saved(self._basis)
+        basis = None if self._basis is None else saved(self._basis)
         return {**super().state_dict(), "updates": self._updates, "basis": basis}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -267,7 +220,7 @@ class GradientsBlock(Block):
         if isinstance(updates, bool) or not isinstance(updates, int) or updates < (basis is not None):
             raise ValueError(f"the saved state counts {updates!r} batches")
         if basis is not None:
-            self._basis = _loaded(basis, self.weight)
+            self._basis = loaded(basis, self.weight)
             if self._basis.inverse.rows.shape != self.shape:
                 raise ValueError(f"the saved gradients are of shape {self._basis.inverse.rows.shape}, not {self.shape}")
         self._updates = updates
@@ -286,7 +239,7 @@ class GradientsBlock(Block):
         if self._basis is None:
             return {"factors": 0, "basis": 0}
         inverse = self._basis.inverse
-        kept = {t.data_ptr(): t.nbytes for rows in (inverse.rows, inverse.seen) for t in _tensors_of(rows)}
+        kept = {t.data_ptr(): t.nbytes for rows in (inverse.rows, inverse.seen) for t in tensors_of(rows)}
         return {"factors": sum(kept.values()), "basis": inverse.values.nbytes + inverse.vectors.nbytes}
 
 
@@ -335,16 +288,10 @@ class LayerGradients(GradientsBlock):
         return (inputs, gradients) if inputs.ndim == 4 else (inputs[None], gradients[None])
 
     def _matrix(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        J = self.adapter.matrix(self.module, tensors[0]).to(dtype)
-        if self.bias:
-            J = torch.cat([J, self.adapter.vector(self.module, tensors[1]).to(dtype)[..., None]], dim=-1)
-        return J.reshape(self.shape)
+        return self.adapter.joined(self.module, tensors, dtype).reshape(self.shape)
 
     def _tensors(self, matrix: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        matrix = matrix if self.shape[0] > 1 else matrix[0]
-        if not self.bias:
-            return (self.adapter.tensor(self.module, matrix),)
-        return self.adapter.tensor(self.module, matrix[..., :-1]), matrix[..., -1].reshape(like[1].shape)
+        return self.adapter.parted(self.module, matrix if self.shape[0] > 1 else matrix[0], like)
 
 
 class NormGradients(GradientsBlock):
@@ -439,69 +386,3 @@ class ShrunkBlock(Block):
             "output_dim": self.weight.numel(),
             "damping_output": float(group["damping"]),
         }
-
-
-# --- saved states
-
-
-def _tensors_of(rows: Rows) -> tuple[Tensor, ...]:
-    return tuple(t for t in vars(rows).values() if isinstance(t, Tensor))
-
-
-def _saved(basis: Basis) -> dict[str, Any]:
-    inverse = basis.inverse
-    return {
-        "size": basis.size,
-        "mixed": inverse.mixed,
-        "shape": list(inverse.rows.shape),
-        "rows": {name: t for name, t in vars(inverse.rows).items() if isinstance(t, Tensor)},
-        "sample": {name: t for name, t in vars(inverse.sample).items() if t is not None},
-        "values": inverse.values,
-        "vectors": inverse.vectors,
-    }
-
-
-def _loaded(state: Mapping[str, Any], weight: Tensor) -> Basis:
-    """On the weight's device, as copies."""
-    dtype, device = statistics_dtype(weight), weight.device
-
-    def number(t: Any, precision: torch.dtype, dims: int) -> Tensor:
-        if not isinstance(t, Tensor) or not t.is_floating_point() or t.ndim != dims:
-            raise ValueError("the saved gradients of a layer are no tensors of floating point, or of another shape")
-        if not bool(torch.isfinite(t).all()):
-            raise ValueError("the saved gradients of a layer hold NaN or Inf")
-        return t.to(device, precision, copy=True)
-
-    rows: Rows
-    shape = tuple(int(n) for n in state["shape"])
-    if state["rows"].keys() == {"U"}:
-        rows = Formed(number(state["rows"]["U"], dtype, 2), shape)
-        count = len(rows.U)
-        fits = rows.U.shape[1] == math.prod(shape)
-    else:
-        rows = Outer(number(state["rows"]["G"], dtype, 4), number(state["rows"]["X"], dtype, 4))
-        count = rows.G.shape[1]
-        fits = rows.G.shape[:3] == rows.X.shape[:3] and rows.shape == shape
-    drawn = {name: _places(t).to(device) for name, t in state["sample"].items()}
-    sample: Sample = Everything()
-    if drawn.keys() == {"places"}:
-        sample = Places(drawn["places"])
-        fits = fits and int(drawn["places"].max()) < math.prod(shape)
-    elif drawn:
-        sample = Grid(drawn.get("i"), drawn.get("j"))
-        sides = {"i": shape[1], "j": shape[2]}
-        fits = fits and isinstance(rows, Outer) and all(int(t.max()) < sides[name] for name, t in drawn.items())
-    values, vectors = number(state["values"], torch.float64, 1), number(state["vectors"], torch.float64, 2)
-    size, mixed = state["size"], state["mixed"]
-    known = isinstance(size, float) and 0 < size < math.inf and isinstance(mixed, bool) and bool((values >= 0).all())
-    if not (fits and known and len(values) == count and vectors.shape == (count, count)):
-        raise ValueError("the saved gradients of a layer do not fit together")
-    if mixed and not isinstance(rows, Outer):
-        raise ValueError("the saved gradients of a layer are formed, and cannot be mixed")
-    return Basis(Woodbury(rows, sample, sample.of(rows), values, vectors, mixed), size)
-
-
-def _places(t: Any) -> Tensor:
-    if not isinstance(t, Tensor) or t.dtype != torch.int64 or t.ndim != 1 or not len(t) or int(t.min()) < 0:
-        raise ValueError(f"the saved state sampled {t!r}")
-    return t.clone()

@@ -10,8 +10,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from rkfac.curvature.block.base import Block, Group, Settings
+from rkfac.curvature.block.base import Block
 from rkfac.curvature.block.direction import Direction
+from rkfac.curvature.block.settings import Group, Settings
 from rkfac.curvature.factor import DenseFactor, DiagonalFactor, Factor, IdentityFactor, Refreshed
 from rkfac.curvature.following import Follower, Origin, few
 from rkfac.layers.base import KroneckerAdapter, Use, statistics_dtype
@@ -283,18 +284,11 @@ class KroneckerBlock(Block):
     def multiply(self, change: tuple[Tensor, ...], group: Group) -> tuple[Tensor, ...]:
         """(G + l) D (A + l) for the factored rules, G D A + l D for the product rule."""
         self._follow()
-        F = self._curved(self._joined(change), group["damping"])
-        if not self.bias:
-            return (self.adapter.tensor(self.module, F),)
-        return self.adapter.tensor(self.module, F[..., :-1]), F[..., -1].reshape(change[1].shape)
+        return self.adapter.parted(self.module, self._curved(self._joined(change), group["damping"]), change)
 
     def _joined(self, tensors: tuple[Tensor, ...]) -> Tensor:
         """One tensor a parameter as a matrix, the bias being its last column."""
-        dtype = statistics_dtype(self.weight)
-        matrix = self.adapter.matrix(self.module, tensors[0]).to(dtype)
-        if not self.bias:
-            return matrix
-        return torch.cat([matrix, self.adapter.vector(self.module, tensors[1]).to(dtype)[..., None]], dim=-1)
+        return self.adapter.joined(self.module, tensors, statistics_dtype(self.weight))
 
     def _curved(self, D: Tensor, damping: float) -> Tensor:
         """The damped curvature times a matrix."""

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from rkfac.curvature.block.base import Group, Settings
 from rkfac.curvature.block.kronecker import KroneckerBlock
+from rkfac.curvature.block.settings import Group, Settings
 from rkfac.curvature.factor import ColumnsFactor, Factor, OnlineFactor
 from rkfac.curvature.moment import RowsMoment
 from rkfac.layers.base import KroneckerAdapter, Use

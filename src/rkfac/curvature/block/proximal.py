@@ -15,9 +15,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from rkfac.curvature.block.base import Block, Group
+from rkfac.curvature.block.base import Block
 from rkfac.curvature.block.direction import Direction
 from rkfac.curvature.block.kronecker import KroneckerBlock
+from rkfac.curvature.block.settings import Group
 from rkfac.curvature.block.tied import TiedBlock
 from rkfac.curvature.block.unit import UnitBlock
 from rkfac.curvature.following import Origin

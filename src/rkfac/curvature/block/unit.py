@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rkfac.curvature.block.base import Block, Group, Settings
+from rkfac.curvature.block.base import Block
 from rkfac.curvature.block.direction import Direction
+from rkfac.curvature.block.settings import Group, Settings
 from rkfac.curvature.decompose import Exact
 from rkfac.curvature.factor import DenseFactor, Factor
 from rkfac.curvature.following import Origin
