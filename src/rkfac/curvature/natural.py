@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from rkfac import compat
 from rkfac.curvature.following import Follower
 from rkfac.curvature.hooks import Hook, first_tensor, full_precision
+from rkfac.curvature.passed import Passed
 from rkfac.linalg import Rowwise
 
 
@@ -26,6 +27,8 @@ class Preconditioned(Protocol):
     bias: bool
     rowwise: Rowwise | None
     natural: bool  # whether .grad got natural gradients since the last step
+    wanted: bool  # whether the coming step collects its statistics
+    passed: Passed
     follower: Follower | None
 
     @property
@@ -98,17 +101,14 @@ class _Natural(torch.autograd.Function):
             return before, None, None, None, None, None
         layer.natural = True
         # float32 or better, whatever autocast did to the forward pass
-        rows, inputs = (t.reshape(-1, t.shape[-1]).to(rowwise.dtype) for t in (g, x))
-        rows = rowwise.G(rows)
-        if not ctx.has_bias:
-            inputs = rowwise.A(inputs)
-            if layer.follower is not None:
-                layer.follower.saw(rows, inputs, None)
-            return before, (rows.mT @ inputs).to(weight.dtype), None, None, None, None
-        inputs, ones = rowwise.A.beside_one(inputs)
+        arrived, given = (t.reshape(-1, t.shape[-1]).to(rowwise.dtype) for t in (g, x))
+        if layer.wanted:  # a step that collects statistics may come to another preconditioner
+            layer.passed.add(arrived, given)
+        rows, inputs, ones = rowwise.of(arrived, given, ctx.has_bias)
         if layer.follower is not None:
             layer.follower.saw(rows, inputs, ones)
-        return before, (rows.mT @ inputs).to(weight.dtype), (rows.mT @ ones).to(weight.dtype), None, None, None
+        of_bias = None if ones is None else (rows.mT @ ones).to(weight.dtype)
+        return before, (rows.mT @ inputs).to(weight.dtype), of_bias, None, None, None
 
 
 def silence_others(module: nn.Module) -> None:

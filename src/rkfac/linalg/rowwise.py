@@ -100,6 +100,14 @@ class Rowwise:
         both, output, input, rest = (t.square() for t in (both, output, input, rest))
         self._before = Overlapping(both, output, input, rest, G.full, A.full)
 
+    def of(
+        self, g: Float[Tensor, "n dg"], a: Float[Tensor, "n dw"], bias: bool
+    ) -> tuple[Float[Tensor, "n dg"], Float[Tensor, "n dw"], Float[Tensor, "n"] | None]:
+        """Both sides' rows, preconditioned, and what becomes of the ones that a bias has for its input."""
+        if not bias:
+            return self.G(g), self.A(a), None
+        return self.G(g), *self.A.beside_one(a)
+
     def projections(self, S: Tensor, s: Tensor | None, square: Tensor, seer: Seer | None = None) -> Projections:
         """Of [S | s] (in units, ||[S | s]||^2 = square) onto the kept modes: what its lengths before follow from."""
         if seer is not None and self.projects:

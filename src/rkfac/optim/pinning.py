@@ -23,7 +23,7 @@ def pin(blocks: Iterable[Block], group_of: Mapping[int, Mapping[str, Any]], stat
         before, after = block.rowwise, block.pinned(group) if _together(block, group_of) else None
         arrived = before if block.arrived_natural else None
         if arrived is not after and block.weight.grad is not None:
-            block.carry([p.grad for p in block.parameters], arrived, after)
+            block.bring(arrived, after)
         if before is not after and grafts:
             if before is None:
                 _move_decay(block, state, -1.0)

@@ -18,6 +18,7 @@ from rkfac.curvature.block.settings import Group, Settings
 from rkfac.curvature.factor import Factor
 from rkfac.curvature.following import Follower, Origin
 from rkfac.curvature.pace import Pace, Snapshot
+from rkfac.curvature.passed import Passed
 from rkfac.curvature.randomness import subset
 from rkfac.curvature.statistics import Statistics
 from rkfac.curvature.stopwatch import Stopwatch
@@ -118,6 +119,7 @@ class Block(ABC):
         """Forget everything: at the start, and when the set of trained parameters changes."""
         self.bias = self._has_bias()
         self.pace = None if self.settings.stale is None else Pace(self.settings.stale)
+        self.passed = Passed()
         self._make()
         self.discard()
 
@@ -329,6 +331,10 @@ class Block(ABC):
         """Bring preconditioned tensors, one a parameter, from one preconditioner to another, in place."""
         assert before is after is None, f"a {self.kind} block preconditions no rows"
 
+    def bring(self, before: Rowwise | None, after: Rowwise | None) -> None:
+        """Bring .grad from one preconditioner to another (None: plain), in place."""
+        self.carry([p.grad for p in self.parameters], before, after)
+
     @property
     def arrived_natural(self) -> bool:
         """Whether .grad holds natural gradients: of this step's backward passes, or of the last step and not dropped since.
@@ -341,6 +347,7 @@ class Block(ABC):
     def let_go(self) -> None:
         """The gradients are gone."""
         self.natural, self._held = False, None
+        self.passed.drop()
         if self.follower is not None:
             self.follower.drop()
 
@@ -348,6 +355,7 @@ class Block(ABC):
         """The gradients that are there now are natural ones of this preconditioner (None: plain)."""
         gradient = self.weight.grad
         self.rowwise, self.natural = rowwise, False
+        self.passed.drop()
         self._held = None if rowwise is None or gradient is None else weakref.ref(gradient)
 
     # --- memory

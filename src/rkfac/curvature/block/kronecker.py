@@ -221,6 +221,20 @@ class KroneckerBlock(Block):
         made = Rowwise(self.output.low, self.input.low, multipliers)
         return made if made.precise else None
 
+    def bring(self, before: Rowwise | None, after: Rowwise | None) -> None:
+        """From the rows of this step's passes, where they are few and still what .grad is the sum of."""
+        gradients = [p.grad for p in self.parameters]
+        if before is not None and after is not None and self._remakes(gradients, before, after):
+            W, *rest = (g for g in gradients if g is not None)
+            if self.passed.remade(W, rest[0] if rest else None, before, after):
+                return
+        self.carry(gradients, before, after)
+
+    def _remakes(self, gradients: Sequence[Tensor | None], before: Rowwise, after: Rowwise) -> bool:
+        """Whether that would save something, and somebody can look."""
+        alike = all(g is not None and g.dtype == before.dtype == after.dtype for g in gradients)
+        return alike and at_once(self.weight) and self.passed.cheaper(before, after)
+
     def carry(self, tensors: Sequence[Tensor | None], before: Rowwise | None, after: Rowwise | None) -> None:
         """All parameters together, as columns of one matrix."""
         known = before or after
