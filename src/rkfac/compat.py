@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._pytree import tree_map_only
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -57,6 +58,16 @@ def own_parameter(module: nn.Module, name: str) -> nn.Parameter | None:
 def version_of(tensor: Tensor) -> int:
     """How often a tensor was changed in place."""
     return int(tensor._version)
+
+
+def version_or_none(tensor: Tensor) -> int | None:
+    """The same, None for tensors of torch.inference_mode, which nobody counts."""
+    return None if tensor.is_inference() else version_of(tensor)
+
+
+def with_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """Nested lists, tuples and dictionaries with a function of each tensor in the place of the tensor."""
+    return tree_map_only(Tensor, function, tree)
 
 
 def behind_view(tensor: Tensor) -> Tensor:
