@@ -52,7 +52,8 @@ def replace_compiled_call(module: nn.Module, call: Any) -> None:
 
 def own_parameter(module: nn.Module, name: str) -> nn.Parameter | None:
     """A module's own parameter, None when it has none of that name; quicker than looking through all."""
-    return module._parameters.get(name)
+    found = module._parameters.get(name)
+    return found if isinstance(found, nn.Parameter) else None  # under functional_call any tensor stands there
 
 
 def version_of(tensor: Tensor) -> int:
