@@ -104,9 +104,7 @@ VARIANTS: dict[str, Enrolled] = {
     # A weight with which the networks matter, and few of them, so that inner steps begin with the second step.
     "KLDWRM-qe": Enrolled(
         partial(stated.KLDWRM, variant="qe", inner=rkfac.InnerSteps(steps=3, networks=2, weight=1.0)),
-        lacks=frozenset(
-            {"rank", "free direction", "layers apart", "steps without hooks", "reentrant checkpoints"}
-        ),
+        lacks=frozenset({"rank", "free direction", "layers apart", "steps without hooks", "reentrant checkpoints"}),
         forgets={"inner": rkfac.InnerSteps(steps=3, networks=1, weight=1.0)},
     ),
     # Everything that is drawn or replaced is, in layers this small.

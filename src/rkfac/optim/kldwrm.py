@@ -135,14 +135,12 @@ class KLDWRM(KFAC):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Also the last networks."""
-        wake = self._wake
-        if wake is None:
-            super().load_state_dict(state_dict)
-            return
         curvature = state_dict.get("curvature") if isinstance(state_dict, Mapping) else None
-        networks = wake.checked(curvature.get("networks", [])) if isinstance(curvature, Mapping) else []
-        super().load_state_dict(state_dict)
-        wake.go_on_from(networks)
+        ours = isinstance(curvature, Mapping) and curvature.get("fingerprint") == self._fingerprint
+        networks = self._wake.checked(curvature.get("networks")) if self._wake and curvature and ours else []
+        super().load_state_dict(state_dict)  # which refuses what is not ours
+        if self._wake is not None:
+            self._wake.go_on_from(networks)
 
 
 def _method(variant: str, inner: Any, keywords: Mapping[str, Any]) -> KLDModel:

@@ -30,10 +30,10 @@ from rkfac.optim.clip import within
 from rkfac.optim.gate import Gate, moderate
 from rkfac.optim.moves import Group, Move, Preconditioned, Rules, State, Target
 from rkfac.optim.past import STILL
-from rkfac.optim.report import listed
 
 NAME = "the inner steps"
 WHO = "variant='qe'"
+MISFIT = "the saved state does not fit this optimizer:"
 Network = Mapping[str, Tensor]  # trained parameters by name
 
 
@@ -154,20 +154,20 @@ class Wake:
     def checked(self, saved: Any) -> list[Network]:
         """Networks of a saved state, copied to where the model is; refuses what does not fit or is not finite."""
         if not isinstance(saved, list) or len(saved) > self._inner.networks - 1:
-            raise ValueError(f"the saved state does not hold up to {self._inner.networks - 1} networks")
+            raise ValueError(f"{MISFIT} it holds no list of up to {self._inner.networks - 1} networks")
         return [self._restored(network) for network in saved]
 
     def _restored(self, network: Any) -> Network:
         parameters = dict(self._model.named_parameters())
         if not isinstance(network, Mapping) or not parameters.keys() >= network.keys():
-            raise ValueError(f"a saved network has parameters {listed(map(str, network))}")
+            raise ValueError(f"{MISFIT} a network has parameters that the model has not")
         restored = {}
         for name, value in network.items():
             p = parameters[name]
             if not isinstance(value, Tensor) or value.shape != p.shape or value.dtype != p.dtype:
-                raise ValueError(f"{name} of a saved network is no tensor like the model's")
+                raise ValueError(f"{MISFIT} {name} of a network is no tensor like the model's")
             if not bool(torch.isfinite(value).all()):
-                raise ValueError(f"{name} of a saved network holds NaN or Inf")
+                raise ValueError(f"{MISFIT} {name} of a network holds NaN or Inf")
             restored[name] = value.detach().to(p.device, copy=True)
         return restored
 
