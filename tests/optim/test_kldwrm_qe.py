@@ -39,6 +39,8 @@ from optim.test_trajectory import batches, network, weights_and_biases
 from oracles import numpy_kldwrm
 from rkfac.curvature.fisher import Likelihood
 from rkfac.curvature.randomness import repeated
+from rkfac.linalg import kronecker, parts
+from rkfac.optim import gate, moves, rules
 from rkfac.optim.wake import NAME
 
 RHO, DAMPING = 0.6, 0.3
@@ -372,7 +374,9 @@ def test_buffers_random_numbers_and_gradients_are_left_alone() -> None:
     model = nn.Sequential(convnet()[0], nn.BatchNorm2d(4), nn.Dropout(0.5), nn.Flatten(), nn.Linear(144, 4)).double()
     optimizer = exact(model, lr=0.1, **EVERY)
     modes = []
-    model[2].register_forward_pre_hook(lambda module, args: modes.append(module.training))
+    model[2].register_forward_pre_hook(
+        lambda module, args: modes.append(module.training and not optimizer._capture.active)
+    )
     for _ in range(4):
         x, y = images()
         optimizer.zero_grad()
@@ -462,12 +466,14 @@ def test_autocast_is_what_it_was_at_the_call() -> None:
         assert seen == 5 * [torch.bfloat16 if enabled else torch.float32]
 
 
-@pytest.mark.parametrize("rate", [0.0, 1e-300])
-def test_a_rate_of_zero_moves_nothing(rate: float) -> None:
+@pytest.mark.parametrize(("rate", "last"), [(0.0, 0.1), (1e-300, 0.1), (1e-20, 1e12)])
+def test_a_rate_of_zero_or_as_good_as_zero_moves_nothing(rate: float, last: float) -> None:
     model = mlp()
     optimizer = exact(model, lr=0.1, **EVERY)
     train(model, optimizer, [rows() for _ in range(3)])
     optimizer.param_groups[0]["lr"] = rate
+    for p in model.parameters():
+        optimizer.state[p]["past_lr"] = last
     start, past = parameters(model), {p: optimizer.state[p]["past"].clone() for p in model.parameters()}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -518,7 +524,7 @@ def test_calls_count_when_a_gradient_has_come_of_them() -> None:
     attacked = x[:3].clone().requires_grad_()
     torch.autograd.grad(model(attacked).sum(), attacked)
     torch.func.grad(lambda t: functional_call(model, t, (x[:4],)).sum())(dict(model.named_parameters()))
-    functional_call(model, {k: v.detach().clone().requires_grad_() for k, v in model.named_parameters()}, (x[:4],))
+    functional_call(model, {"0.bias": torch.zeros(8, dtype=torch.float64)}, (x[:4],)).sum().backward()
     assert calls() == []
     loss = F.cross_entropy(model(x[:5]), y[:5])
     optimizer.zero_grad()  # between forward and backward
@@ -531,6 +537,14 @@ def test_calls_count_when_a_gradient_has_come_of_them() -> None:
     assert sorted(calls()) == [5, 6, 7, 8]
     optimizer.step()
     assert calls() == []
+
+
+def test_a_call_counts_whose_output_is_a_view_that_was_changed_in_place() -> None:
+    model = nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 4)).double()
+    _, calls = counted(model)
+    tokens = torch.randint(9, (5, 7))
+    model(tokens).mul_(2).square().sum().backward()
+    assert calls() == [5]
 
 
 @pytest.mark.parametrize("way", ["optimizer", "model", "zeros", "one by one"])
@@ -600,6 +614,35 @@ def test_inner_steps_that_are_not_finite_leave_the_step_of_q() -> None:
     finally:
         Spoiled.spoils = True
     assert_moved(model, start)
+
+
+def test_elsewhere_than_on_a_cpu_nothing_waits_and_the_step_of_q_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    for room in (kronecker, parts, gate, moves, rules):
+        monkeypatch.setattr(room, "at_once", lambda tensor: False)
+    model = mlp()
+    other, data = twin(model), [rows() for _ in range(4)]
+    optimizer = exact(model, EARLY, lr=0.1, likelihood=Spoiled(), max_failures=2, **EVERY)
+    plain = stated.KLDWRM(other, variant="q", lr=0.1, **EVERY)
+    step(model, optimizer, data[0])
+    step(other, plain, data[0])
+    assert_same_parameters(model, other, exactly=True)
+    with pytest.warns(UserWarning, match=NAME):
+        step(model, optimizer, data[1])
+    step(other, plain, data[1])
+    assert_same_parameters(model, other, exactly=True)
+    with pytest.raises(RuntimeError, match=f"{NAME}.*2 times in a row"):
+        step(model, optimizer, data[2])
+    assert_same_parameters(model, other, exactly=True)
+
+
+def test_elsewhere_the_steps_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = reader()
+    other, data = twin(model), [sentences() for _ in range(4)]
+    train(other, exact(other, EARLY, lr=0.1, **EVERY), data)
+    for room in (kronecker, parts, gate, moves, rules):
+        monkeypatch.setattr(room, "at_once", lambda tensor: False)
+    train(model, exact(model, EARLY, lr=0.1, **EVERY), data)
+    assert_same_parameters(model, other)
 
 
 @pytest.mark.parametrize("at", range(1, 5))

@@ -20,10 +20,14 @@ from torch.func import functional_call
 from rkfac import compat
 from rkfac.curvature.calls import dropped
 from rkfac.curvature.capture import Capture
-from rkfac.curvature.hooks import BROKEN_GRAPH, Hook
+from rkfac.curvature.hooks import Hook
 from rkfac.curvature.sampled import read_logits
 
 Result = TypeVar("Result")
+BROKEN_GRAPH = (
+    "rkfac notes the batch here, to run it again in the step. Hand torch.compile(model) to the optimizer: calls are then noted "
+    "around the graph, which stays whole"
+)
 
 
 @dataclass(eq=False)
@@ -62,7 +66,7 @@ class Recorded:
         """The call again."""
         with ExitStack() as stack:
             for kind, enabled, dtype in self.autocast:
-                # Casts are kept by the tensor they are casts of, and these are changed in place between two calls.
+                # No cache: casts of copies would be kept until the outermost autocast ends.
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
             output = model(*self.args, **self.kwargs)
         logits = read_logits(output)
@@ -77,7 +81,6 @@ class Recorder:
     def __init__(self, model: nn.Module) -> None:
         self.calls: list[Recorded] = []
         self._model = model
-        self._running = False
         self._begun: Recorded | None = None
         self._arrived: dict[int, list[Recorded]] = {}  # by backward pass
         self._before: list[tuple[Tensor | None, int]] = []  # gradients when the backward pass began
@@ -97,10 +100,10 @@ class Recorder:
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A forward of the whole model starts."""
         self._begun = None
-        if self._running or not torch.is_grad_enabled() or compat.graph_task() != -1:
+        if not torch.is_grad_enabled() or compat.graph_task() != -1:
             return
         parameters = list(self._model.parameters())
-        # Under functional_call it is another network that is called.
+        # Under functional_call, as when it is run again, it is another network that is called.
         if not compat.inside_functional_transform() and all(isinstance(p, nn.Parameter) for p in parameters):
             self._begun = Recorded.of(args, kwargs, {p.device.type for p in parameters})
 
@@ -168,14 +171,10 @@ class Recorder:
         """
         buffers = {f"model.{name}": buffer.detach().clone() for name, buffer in self._model.named_buffers()}
         own = {f"model.{name}": value for name, value in values.items()}
-        running, self._running = self._running, True
-        try:
-            with ExitStack() as stack:
-                if any(compat.compiled_call(module) is not None for module in self._model.modules()):
-                    stack.enter_context(torch.compiler.set_stance("force_eager"))
-                return functional_call(_Held(self._model), {**buffers, **own}, (self.calls[index], work))
-        finally:
-            self._running = running
+        with ExitStack() as stack:
+            if any(compat.compiled_call(module) is not None for module in self._model.modules()):
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            return functional_call(_Held(self._model), {**buffers, **own}, (self.calls[index], work))
 
 
 class _Held(nn.Module):

@@ -121,10 +121,8 @@ class Wake:
         """The inner steps, from where the parameters are now."""
         names = {id(p): name for name, p in self._model.named_parameters()}
         for layer in layers:
-            layer.begin(names, now, state)
+            layer.begin(names, now)
         pieces = [piece for layer in layers for piece in layer.pieces.values()]
-        if not pieces:
-            return
         own = {piece.name: piece.theta for piece in pieces}
         asked: dict[float, list[str]] = {}  # by the rho of their group
         for piece in pieces:
@@ -295,11 +293,10 @@ class _Layer:
             return None
         return cls(move, move.block) if any(_moves(target.group) for target in move.moving) else None
 
-    def begin(self, names: Mapping[int, str], now: Network, state: State) -> None:
+    def begin(self, names: Mapping[int, str], now: Network) -> None:
         """The step has been taken."""
         for index, target in enumerate(self._move.targets):
-            # Those too slow to be remembered as moving stay where they are.
-            if target is None or not _moves(target.group) or state[target.parameter]["past_lr"] != target.group["lr"]:
+            if target is None or not _moves(target.group):
                 continue
             p, name = target.parameter.detach(), names[id(target.parameter)]
             dtype = statistics_dtype(p)
