@@ -506,6 +506,26 @@ def test_other_arguments_outputs_and_ways_to_call() -> None:
     assert_same_parameters(net, other)
 
 
+@pytest.mark.parametrize("way", ["wrapped", "in place"])
+def test_a_compiled_model_takes_the_same_steps(way: str) -> None:
+    """Wrapped, its graph stays whole; in place, its entrance breaks it."""
+    torch._dynamo.reset()
+    model = mlp()
+    other, data = twin(model), [rows() for _ in range(5)]
+    running: Any = model
+    if way == "wrapped":
+        running = torch.compile(model, backend="eager", fullgraph=True)
+    else:
+        model.compile(backend="eager")
+    periods: dict[str, Any] = {"factor_every": 2, "inverse_every": 3}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        train(running, exact(running, lr=0.1, **periods), data)
+    train(other, exact(other, lr=0.1, **periods), data)
+    assert_same_parameters(running, other)
+    torch._dynamo.reset()
+
+
 # --- which calls count
 
 
