@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._pytree import tree_map_only
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -51,12 +52,23 @@ def replace_compiled_call(module: nn.Module, call: Any) -> None:
 
 def own_parameter(module: nn.Module, name: str) -> nn.Parameter | None:
     """A module's own parameter, None when it has none of that name; quicker than looking through all."""
-    return module._parameters.get(name)
+    found = module._parameters.get(name)
+    return found if isinstance(found, nn.Parameter) else None  # under functional_call any tensor stands there
 
 
 def version_of(tensor: Tensor) -> int:
     """How often a tensor was changed in place."""
     return int(tensor._version)
+
+
+def version_or_none(tensor: Tensor) -> int | None:
+    """The same, None for tensors of torch.inference_mode, which nobody counts."""
+    return None if tensor.is_inference() else version_of(tensor)
+
+
+def with_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """Nested lists, tuples and dictionaries with a function of each tensor in the place of the tensor."""
+    return tree_map_only(Tensor, function, tree)
 
 
 def behind_view(tensor: Tensor) -> Tensor:

@@ -101,6 +101,12 @@ VARIANTS: dict[str, Enrolled] = {
     ),
     "SKFAC-moments": Enrolled(partial(stated.SKFAC, averaging="moments", rank=4)),
     "KLDWRM-so": Enrolled(partial(stated.KLDWRM, variant="so"), lacks=frozenset({"rank"})),
+    # A weight with which the networks matter, and few of them, so that inner steps begin with the second step.
+    "KLDWRM-qe": Enrolled(
+        partial(stated.KLDWRM, variant="qe", inner=rkfac.InnerSteps(steps=3, networks=2, weight=1.0)),
+        lacks=frozenset({"rank", "free direction", "layers apart", "steps without hooks", "reentrant checkpoints"}),
+        forgets={"inner": rkfac.InnerSteps(steps=3, networks=1, weight=1.0)},
+    ),
     # Everything that is drawn or replaced is, in layers this small.
     "SENG-published": _enrolled_seng(
         columns=3, explicit_up_to=60, positions=2, scaling="published", product="published", graft=None

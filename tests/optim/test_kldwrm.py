@@ -413,8 +413,8 @@ def test_a_saved_memory_that_is_damaged_is_refused() -> None:
         {"apply": "backward"},
         {"power": -0.5},
         {"adaptive_damping": rkfac.LevenbergMarquardt()},
-        {"variant": "qe"},
         {"variant": "Q"},
+        {"inner": rkfac.InnerSteps()},
     ],
     ids=str,
 )
@@ -428,12 +428,12 @@ def test_what_has_no_meaning_is_refused_by_name(keywords: dict[str, Any]) -> Non
 
 def test_the_signature_is_kfacs_and_the_variant() -> None:
     mine, base = (inspect.signature(kind).parameters for kind in (rkfac.KLDWRM, rkfac.KFAC))
-    assert mine.keys() - base.keys() == {"variant"}
+    assert mine.keys() - base.keys() == {"variant", "inner"}
     changed = {name: mine[name].default for name in base if mine[name].default != base[name].default}
     assert changed == {"graft": None, "momentum": 0.0, "factor_decay": 0.5, "update_clip": 2.0, "kl_clip": 0.1}
 
 
-@pytest.mark.parametrize("variant", ["so", "q"])
+@pytest.mark.parametrize("variant", ["so", "q", "qe"])
 def test_defaults_and_the_published_settings_train(variant: str) -> None:
     for keywords in ({"variant": variant}, rkfac.kld_wrm_defaults(variant)):
         torch.manual_seed(0)
@@ -446,4 +446,4 @@ def test_defaults_and_the_published_settings_train(variant: str) -> None:
             last = step(model, optimizer, batch)
         assert last < 0.8 * first, (first, last)
     with pytest.raises(ValueError, match="variant"):
-        rkfac.kld_wrm_defaults("qe")
+        rkfac.kld_wrm_defaults("Q")

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from rkfac import compat
 from rkfac.layers.base import Use
 
 
@@ -35,6 +36,13 @@ class Observer(Protocol):
 
     def discard(self) -> None:
         """Drop what was observed."""
+
+
+class Dependant(Protocol):
+    """Who keeps something for gradients that may be dropped."""
+
+    def drop(self) -> None:
+        """They are gone."""
 
 
 @dataclass(eq=False)
@@ -82,3 +90,11 @@ class Watched:
     foreign: str = ""  # why it must not be preconditioned after all
     doubled: bool = False  # a graph of gradients was built through it since the last step
     seen: bool = False  # its calls reached this capture since the last step
+
+
+def dropped(counted: tuple[Tensor, int], gradient: Tensor | None) -> bool:
+    """Whether a gradient that something was counted for was set to None, replaced or zeroed since."""
+    known, version = counted
+    if gradient is not known:
+        return True
+    return compat.version_of(gradient) != version and not bool(gradient.any())  # scaled or clipped is not dropped

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from rkfac import compat
-from rkfac.curvature.calls import Arrival, Call, Observer, Pass, Watched
+from rkfac.curvature.calls import Arrival, Call, Dependant, Observer, Pass, Watched, dropped
 from rkfac.curvature.hooks import BROKEN_GRAPH, Hook, Removable, first_tensor, full_precision
 from rkfac.curvature.inside import Inside
 from rkfac.layers.base import Use
@@ -39,12 +39,17 @@ class Capture:
         self._insides: dict[int, Inside[tuple[Watched, Use]]] = {}  # by the module that they are the inside of
         self._registrations: list[Callable[[], Removable]] = []
         self._handles: list[Removable] = []
+        self._dependants: list[Dependant] = []
         self.install(partial(model.register_forward_pre_hook, _RootHook(self)))
 
     def install(self, register: Callable[[], Removable]) -> None:
         """Put a hook in place."""
         self._registrations.append(register)
         self._handles.append(register())
+
+    def tell(self, dependant: Dependant) -> None:
+        """Let somebody else know when gradients are gone."""
+        self._dependants.append(dependant)
 
     @contextmanager
     def unhooked(self) -> Iterator[None]:
@@ -119,6 +124,8 @@ class Capture:
         for watched in self._layers.values():
             watched.arrived.clear()
             watched.counted = None
+        for dependant in self._dependants:
+            dependant.drop()
 
     def forget(self) -> None:
         """The step is over."""
@@ -130,7 +137,7 @@ class Capture:
     def drop_stale(self, observer: Observer) -> None:
         """Drop statistics whose gradient is gone: `model.zero_grad()` tells no optimizer."""
         watched = self._layers[id(observer)]
-        if watched.counted is not None and _dropped(watched.counted, observer.weight.grad):
+        if watched.counted is not None and dropped(watched.counted, observer.weight.grad):
             watched.counted = None
             observer.discard()
 
@@ -299,14 +306,6 @@ def _shaped(shape: torch.Size, g: Tensor) -> Tensor:
 
 def _holds_something(gradient: Tensor | None) -> bool:
     return gradient is not None and bool(gradient.any())
-
-
-def _dropped(counted: tuple[Tensor, int], gradient: Tensor | None) -> bool:
-    """Whether the gradient that statistics were counted for was set to None, replaced or zeroed since."""
-    known, version = counted
-    if gradient is not known:
-        return True
-    return compat.version_of(gradient) != version and not bool(gradient.any())  # scaled or clipped is not dropped
 
 
 # --- hooks

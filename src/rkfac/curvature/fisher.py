@@ -1,14 +1,16 @@
-"""Targets drawn from the model's own distribution, for the true Fisher instead of the empirical one.
+"""What a model's outputs mean: targets drawn from its own distribution, and how far two distributions are from each other.
 
-Every likelihood gives the gradient at the model's output of the negative log-likelihood of a drawn target, summed over
-the batch; its second moment is the Fisher of that output. One extra backward pass through the activations (no weight
-gradients are formed) on steps that collect statistics; nothing on the others.
+For the true Fisher instead of the empirical one every likelihood gives the gradient at the model's output of the negative
+log-likelihood of a drawn target, summed over the batch; its second moment is the Fisher of that output. One extra backward
+pass through the activations (no weight gradients are formed) on steps that collect statistics; nothing on the others.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -16,6 +18,8 @@ from torch import Tensor
 
 class Likelihood(ABC):
     """p(y | output): what the training loss is the negative logarithm of."""
+
+    at_positions: ClassVar[bool] = False  # whether every position of an output is a target of its own
 
     @abstractmethod
     def draw_gradient(self, output: Tensor, generator: torch.Generator) -> Tensor:
@@ -25,12 +29,17 @@ class Likelihood(ABC):
     def terms(self, output: Tensor) -> int:
         """How many independent targets the batch holds."""
 
+    def divergence(self, output: Tensor, other: Tensor) -> Tensor:
+        """(KL(p, q) + KL(q, p)) / 2 of what two outputs mean, summed over the batch: near zero half the Fisher's square."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how far two outputs are from each other")
+
 
 @dataclass(frozen=True)
 class Categorical(Likelihood):
     """Cross-entropy on logits; `class_dim` is where the classes are (1 in torch's loss for images, -1 for text)."""
 
     class_dim: int | None = None
+    at_positions = True
 
     def _logits(self, output: Tensor) -> Tensor:
         if output.ndim == 0:
@@ -44,8 +53,7 @@ class Categorical(Likelihood):
 
     def draw_gradient(self, output: Tensor, generator: torch.Generator) -> Tensor:
         """softmax - one-hot of a drawn class."""
-        logits = self._logits(output.float() if output.dtype != torch.float64 else output)
-        p = logits.softmax(-1)
+        p = self._logits(_precise(output)).softmax(-1)
         flat = p.reshape(-1, p.shape[-1]).to(generator.device)  # drawn where the generator lives
         labels = torch.multinomial(flat, 1, generator=generator).to(p.device).view(p.shape[:-1])
         g = p.scatter_add(-1, labels[..., None], p.new_full((*labels.shape, 1), -1.0))
@@ -55,9 +63,24 @@ class Categorical(Likelihood):
         """One a predicted class."""
         return self._logits(output)[..., 0].numel()
 
+    def divergence(self, output: Tensor, other: Tensor) -> Tensor:
+        """sum (p - q) (log p - log q) / 2; a class that both leave out (a logit of -inf) counts for nothing."""
+        p, q = (self._logits(_precise(logits)).log_softmax(-1) for logits in (output, other))
+        nowhere = (p == -math.inf) & (q == -math.inf)
+        p, q = p.masked_fill(nowhere, 0.0), q.masked_fill(nowhere, 0.0)
+        return ((p.exp() - q.exp()) * (p - q)).sum() / 2
+
+
+class _OfSamples(Likelihood):
+    """A sample's outputs belong to one target."""
+
+    def terms(self, output: Tensor) -> int:
+        """One a sample."""
+        return output.shape[0] if output.ndim else 1
+
 
 @dataclass(frozen=True)
-class Gaussian(Likelihood):
+class Gaussian(_OfSamples):
     """Squared error, half the sum over a sample's outputs: unit variance."""
 
     def draw_gradient(self, output: Tensor, generator: torch.Generator) -> Tensor:
@@ -65,23 +88,29 @@ class Gaussian(Likelihood):
         dtype = torch.float64 if output.dtype == torch.float64 else torch.float32
         return torch.randn(output.shape, dtype=dtype, device=generator.device, generator=generator).to(output.device)
 
-    def terms(self, output: Tensor) -> int:
-        """One a sample."""
-        return output.shape[0] if output.ndim else 1
+    def divergence(self, output: Tensor, other: Tensor) -> Tensor:
+        """Half the squared distance."""
+        return (_precise(output) - _precise(other)).square().sum() / 2
 
 
 @dataclass(frozen=True)
-class Bernoulli(Likelihood):
+class Bernoulli(_OfSamples):
     """Binary cross-entropy on logits, summed over a sample's outputs."""
 
     def draw_gradient(self, output: Tensor, generator: torch.Generator) -> Tensor:
         """sigmoid - drawn bit."""
-        p = (output.float() if output.dtype != torch.float64 else output).sigmoid()
+        p = _precise(output).sigmoid()
         return p - torch.bernoulli(p.to(generator.device), generator=generator).to(p.device)
 
-    def terms(self, output: Tensor) -> int:
-        """One a sample."""
-        return output.shape[0] if output.ndim else 1
+    def divergence(self, output: Tensor, other: Tensor) -> Tensor:
+        """sum (p - q) (logit p - logit q) / 2."""
+        a, b = _precise(output), _precise(other)
+        return ((a.sigmoid() - b.sigmoid()) * (a - b)).sum() / 2
+
+
+def _precise(output: Tensor) -> Tensor:
+    """In float32 or better."""
+    return output if output.dtype == torch.float64 else output.float()
 
 
 NAMED: dict[str, Likelihood] = {"categorical": Categorical(), "gaussian": Gaussian(), "bernoulli": Bernoulli()}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -37,6 +39,26 @@ def subset(n: int, m: int, generator: torch.Generator) -> torch.Tensor:
         found = torch.randint(n, (2 * m,), generator=generator, device=device).unique()
     chosen = torch.randperm(len(found), generator=generator, device=device)[:m]
     return found[chosen.sort()[0]]
+
+
+@contextmanager
+def repeated(generator: torch.Generator, devices: Iterable[torch.device]) -> Iterator[Callable[[], None]]:
+    """Torch's own random numbers (dropout) begin anew, and alike, whenever the function that this gives is called.
+
+    Afterwards they go on as if nothing had been drawn.
+    """
+    seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
+    cards = sorted({device.index or 0 for device in devices if device.type == "cuda"})
+    state = torch.Generator().manual_seed(seed).get_state()
+
+    def again() -> None:
+        torch.set_rng_state(state)  # torch.manual_seed would wake devices that nobody uses
+        for card in cards:
+            with torch.cuda.device(card):
+                torch.cuda.manual_seed(seed)
+
+    with torch.random.fork_rng(devices=cards):
+        yield again
 
 
 class Seeded(Randomness):

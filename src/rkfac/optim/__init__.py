@@ -16,6 +16,7 @@ from rkfac.optim.presets import (
 from rkfac.optim.report import LayerReport, Spectra
 from rkfac.optim.seng import SENG
 from rkfac.optim.skfac import SKFAC
+from rkfac.optim.wake import InnerSteps
 
 __all__ = [
     "BKFAC",
@@ -26,6 +27,7 @@ __all__ = [
     "SENG",
     "SKFAC",
     "SREKFAC",
+    "InnerSteps",
     "LayerReport",
     "LevenbergMarquardt",
     "Spectra",

@@ -62,25 +62,29 @@ def _optional(check: Any) -> Any:
 
 POSITIVE = _number(0, math.inf, low_open=True, high_open=True)
 NOT_NEGATIVE = _number(0, math.inf, high_open=True)
+BELOW_ONE = _number(0, 1, high_open=True)
+COUNT = _integer(0)
+AT_LEAST_ONE = _integer(1)
+CLIP = _optional(POSITIVE)
 
 GROUP_RULES: Mapping[str, Any] = {
     "lr": _number(0, 1e30),  # beyond, its product with anything is no float32
-    "momentum": _number(0, 1, high_open=True),
+    "momentum": BELOW_ONE,
     "nesterov": check_flag,
     "betas": _betas,
     "eps": _number(0, 1e30),
     "maximize": check_flag,
     "weight_decay": NOT_NEGATIVE,
-    "weight_decay_from": _integer(0),
+    "weight_decay_from": COUNT,
     "damping": POSITIVE,
-    "factor_decay": _number(0, 1, high_open=True),
-    "factor_every": _integer(1),
-    "inverse_every": _integer(1),
+    "factor_decay": BELOW_ONE,
+    "factor_every": AT_LEAST_ONE,
+    "inverse_every": AT_LEAST_ONE,
     "rank": _rank,
-    "oversampling": _integer(0),
-    "power_iterations": _integer(0),
-    "update_clip": _optional(POSITIVE),
-    "kl_clip": _optional(POSITIVE),
+    "oversampling": COUNT,
+    "power_iterations": COUNT,
+    "update_clip": CLIP,
+    "kl_clip": CLIP,
     "fallback_scale": NOT_NEGATIVE,
 }
 

@@ -28,7 +28,7 @@ from rkfac.optim.collecting import commit, notice_unseen, retire
 from rkfac.optim.compiled import run_eagerly, unwrapped
 from rkfac.optim.coverage import Choice, LeftOut, cover, owners_of, refuse_processes, refuse_sharded, warn_of_little
 from rkfac.optim.gate import Gate
-from rkfac.optim.moves import Rules, planned
+from rkfac.optim.moves import Move, Rules, planned
 from rkfac.optim.pinning import pin
 from rkfac.optim.report import LayerReport, Spectra, covered_layer, described, listed, spectra, uncovered_layer
 from rkfac.optim.rules import GRAFTS, Rule
@@ -280,6 +280,10 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         rules = Rules(self._rule, rest, self._step)
         moves = planned(blocks, groups, self._group_of, self._names, self.state, rules, self._gate, self._scratch)
         self._gate.report()
+        self._take(moves, rules)
+
+    def _take(self, moves: Sequence[Move], rules: Rules) -> None:
+        """Do what was planned."""
         for move in moves:
             move.apply(self.state, rules)
 
@@ -295,16 +299,21 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         assert self._adaptive is not None
         sign = -1.0 if self.param_groups[0].get("maximize") else 1.0  # maximising is minimising the negated loss
         predicted = watch.predicted(sign)
+        with self._pause(), torch.enable_grad():
+            after = closure()
+        for group in self.param_groups:
+            group["damping"] = self._adaptive.adapted(group["damping"], sign * float(after - loss), predicted)
+
+    @contextmanager
+    def _pause(self) -> Iterator[None]:
+        """Nothing that the model does meanwhile is a training step."""
         self._paused = True
         self._activate()
         try:
-            with torch.enable_grad():
-                after = closure()
+            yield
         finally:
             self._paused = False
             self._activate()
-        for group in self.param_groups:
-            group["damping"] = self._adaptive.adapted(group["damping"], sign * float(after - loss), predicted)
 
     # --- memory
 

@@ -51,8 +51,11 @@ class Gate:
             buffer.copy_(torch.where(finite, buffer, torch.zeros_like(buffer)))
         return finite
 
-    def report(self) -> None:
-        """Say what was refused since the last report; an error when it happened too often in a row."""
+    def report(self, deeper: int = 0) -> None:
+        """Say what was refused since the last report; an error when it happened too often in a row.
+
+        `deeper`: frames between here and the optimizer's update.
+        """
         refused, self._refused = self._refused, []
         if not refused:
             return
@@ -64,7 +67,7 @@ class Gate:
                 "optimizer are intact: save them, then lower the learning rate, raise the damping or look at the loss."
             )
         text = f"updates with NaN, Inf or beyond all numbers were left out for {listed(refused)}"
-        warnings.warn(text, stacklevel=6)
+        warnings.warn(text, stacklevel=6 + deeper)
 
     # --- other devices
 

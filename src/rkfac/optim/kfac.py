@@ -44,6 +44,16 @@ def needs_plain_gradients(graft: Any = "sgd", damping_rule: Any = "factored", ad
     return next((what for what, asked in why.items() if asked), "")
 
 
+def meaning_of(likelihood: Any) -> Likelihood:
+    """A likelihood, by its name or itself."""
+    if isinstance(likelihood, str):
+        check_choice("likelihood", likelihood, tuple(NAMED))
+        return NAMED[likelihood]
+    if not isinstance(likelihood, Likelihood):
+        raise ValueError(f"likelihood must be a name or an rkfac likelihood, got {likelihood!r}")
+    return likelihood
+
+
 class KFAC(CurvatureOptimizer):
     """K-FAC: S = (Gamma + l I)^-1 J (A + l I)^-1 for each layer, by the exact eigendecomposition or any other.
 
@@ -177,13 +187,7 @@ class KFAC(CurvatureOptimizer):
         check_flag("stagger", stagger)
         check_scaler("grad_scaler", grad_scaler)
         check_stale(stale, stagger, type(self).__name__, self.block_types.values())
-        if isinstance(likelihood, str):
-            check_choice("likelihood", likelihood, tuple(NAMED))
-            meaning: Likelihood = NAMED[likelihood]
-        elif isinstance(likelihood, Likelihood):
-            meaning = likelihood
-        else:
-            raise ValueError(f"likelihood must be a name or an rkfac likelihood, got {likelihood!r}")
+        meaning = meaning_of(likelihood)
         if decomposition is not None and not isinstance(decomposition, Decomposition):
             raise ValueError(f"decomposition must be a strategy such as rkfac.RSVD(), got {decomposition!r}")
         if adaptive_damping is not None and not isinstance(adaptive_damping, LevenbergMarquardt):

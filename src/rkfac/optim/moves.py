@@ -52,6 +52,11 @@ class Preconditioned:
     inner: Tensor | None  # <S, J>, for the KL clip
     curved: Sequence[Curved] = ()  # the curvature times the direction, for a rule that remembers
 
+    @property
+    def moving(self) -> list[Target]:
+        """What moves."""
+        return [target for target in self.targets if target is not None]
+
     def apply(self, state: State, rules: Rules) -> None:
         """Do it."""
         for index, target in enumerate(self.targets):
@@ -78,6 +83,11 @@ class Plain:
     rule: Rule
     largest: float | None
 
+    @property
+    def moving(self) -> list[Target]:
+        """What moves."""
+        return [self.target]
+
     def apply(self, state: State, rules: Rules) -> None:
         """Do it."""
         p, group = self.target.parameter, self.target.group
@@ -90,9 +100,14 @@ class PlainTogether:
 
     moves: Sequence[Plain]
 
+    @property
+    def moving(self) -> list[Target]:
+        """What moves."""
+        return [move.target for move in self.moves]
+
     def apply(self, state: State, rules: Rules) -> None:
         """Do it in a few calls for all."""
-        targets, group = [move.target for move in self.moves], self.moves[0].target.group
+        targets, group = self.moving, self.moves[0].target.group
         self.moves[0].rule.plain_together(
             [t.parameter for t in targets],
             [t.gradient for t in targets],

@@ -60,3 +60,7 @@ class Past(Own):
         else:
             past.mul_(pull).addcmul_(curved.tensor.to(past.dtype), -share)
         state["past_lr"] = float(group["lr"])
+
+    def went_on(self, state: State, product: Tensor) -> None:
+        """past <- past + F d / lr: a step of -lr v + d has g^ - g - F (v - d / lr)."""
+        state["past"].add_(product)

@@ -129,7 +129,7 @@ def kld_wrm_defaults(variant: str = "so") -> dict[str, Any]:
 
     `rkfac.KLDWRM(model, **rkfac.kld_wrm_defaults("q"))`.
     """
-    decays = {"so": 0.33, "q": 0.5}
+    decays = {"so": 0.33, "q": 0.5, "qe": 0.5}
     if variant not in decays:
         raise ValueError(f"variant must be one of {', '.join(map(repr, decays))}, got {variant!r}")
     return {
@@ -148,7 +148,7 @@ def kld_wrm_defaults(variant: str = "so") -> dict[str, Any]:
         "stagger": False,
         "tail": "zero",
         "rows": None,
-        "update_clip": 2.0 if variant == "q" else None,
+        "update_clip": None if variant == "so" else 2.0,
         "kl_clip": 0.1,
         "fisher": "empirical",
     }

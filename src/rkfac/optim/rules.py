@@ -92,6 +92,10 @@ class Rule(ABC):
         """The step was taken; for rules that remember."""
         raise NotImplementedError("this rule asks for nothing after a step")
 
+    def went_on(self, state: State, product: Tensor) -> None:
+        """The step went further than its direction: by d / lr, which the curvature makes `product` of."""
+        raise NotImplementedError("this rule asks for nothing after a step")
+
 
 class Own(Rule):
     """The preconditioner's own length: momentum of the directions, decay apart from both (paper's Algorithm 4)."""

@@ -7,7 +7,7 @@ from rkfac.curvature.block.gradients import LayerGradients, NormGradients, Shrun
 from rkfac.curvature.block.kernel import Sketch
 from rkfac.curvature.block.kronecker import KroneckerBlock
 from rkfac.curvature.block.online import ColumnsBlock, OnlineBlock
-from rkfac.curvature.block.proximal import ProximalKroneckerBlock, ProximalTiedBlock, ProximalUnitBlock
+from rkfac.curvature.block.proximal import Proximal, ProximalKroneckerBlock, ProximalTiedBlock, ProximalUnitBlock
 from rkfac.curvature.block.settings import Group, Settings
 from rkfac.curvature.block.tied import TiedBlock
 from rkfac.curvature.block.unit import UnitBlock
@@ -23,6 +23,7 @@ __all__ = [
     "LayerGradients",
     "NormGradients",
     "OnlineBlock",
+    "Proximal",
     "ProximalKroneckerBlock",
     "ProximalTiedBlock",
     "ProximalUnitBlock",

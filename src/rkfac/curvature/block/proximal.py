@@ -3,7 +3,7 @@
 B is the curvature of the present batch alone. On a step that has both new statistics and a new decomposition the factors are
 A~ = (A + lr A_k) / (1 + lr), that is the running average with the batch's own moment blended in once more, and F + lr B is
 taken for (1 + lr) A~ (x) G~: right to first order in how far the batch is from the average, and exact where only one side is
-kept. On all other steps B = F, and both are the same basis.
+kept. On all other steps B = F, and both are the same basis. A model with inner steps also asks for B alone.
 """
 
 from __future__ import annotations
@@ -33,10 +33,13 @@ class Proximal(Block):
 
     _batch: Sequence[Moment] = ()  # this step's own statistics
     _blended: Block | None = None  # what this step is solved with, where that is not the running averages
+    _alone: Block | None = (
+        None  # the batch's own curvature, where a model asks for it and it is not the running averages
+    )
 
     def begin(self) -> None:
         """The last step's statistics are not this one's."""
-        self._batch, self._blended = (), None
+        self._batch, self._blended, self._alone = (), None, None
 
     def commit(self, group: Group, numbers: list[float], loss_scale: float) -> bool:
         """Also keep the batch's own moments until the basis is made."""
@@ -46,20 +49,21 @@ class Proximal(Block):
 
     def decompose(self, group: Group) -> None:
         """The running averages, and those with the present batch blended in where there is one."""
-        blended = self._blend(group)
+        rate, blended, alone = float(group["lr"]), None, None
+        if self._batch and rate:
+            blended = self._blend(group, 1 / (1 + rate))
+            alone = self._blend(group, 0.0) if self.settings.method.asks_for_the_batch else None
         self.plain.decompose(self, group)
-        self._blended = blended
+        self._blended, self._alone = blended, alone
 
-    def _blend(self, group: Group) -> Block | None:
-        rate = float(group["lr"])
-        if not self._batch or not rate:
-            return None
+    def _blend(self, group: Group, keep: float) -> Block:
+        """This much of the running averages, and the batch's own moments for the rest."""
         blended = self.plain(self.uses, self._adapter, self.settings)
         blended.version, blended.rows = self.version, self.rows
         for side, factor in blended.factors.items():
             factor.start_from(self.factors[side])
         for factor, moment in zip(blended.factors.values(), self._batch, strict=True):
-            factor.take(moment, 1 / (1 + rate))
+            factor.take(moment, keep)
         blended.decompose(group)
         return blended
 
@@ -95,6 +99,10 @@ class Proximal(Block):
             direction.add_to(index, whole, 1.0, ((vector, 1.0),))
             formed.append(whole)
         return 1.0, self.multiply(tuple(formed), group)
+
+    def of_batch(self, change: tuple[Tensor, ...], group: Group) -> tuple[Tensor, ...]:
+        """B times a change of the parameters."""
+        return (self._alone or self).multiply(change, group)
 
 
 class ProximalKroneckerBlock(Proximal, KroneckerBlock):
