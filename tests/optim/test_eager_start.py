@@ -29,10 +29,10 @@ def history(steps: int, **keywords: Any) -> tuple[list[int], list[int]]:
     return statistics, inverses
 
 
-def test_half_of_the_age_until_the_period_and_the_period_from_then_on() -> None:
-    statistics, inverses = history(30, eager_start=True, factor_every=3, inverse_every=12)
-    assert statistics == [0, 1, 2, 3, 4, 6, 9, 12, 15, 18, 21, 24, 27]
-    assert inverses == [0, 1, 2, 3, 4, 6, 9, 12, 13, 19, 24]
+def test_every_step_while_young_and_half_of_the_age_until_the_period_and_the_periods_from_then_on() -> None:
+    statistics, inverses = history(65, eager_start=True, factor_every=3, inverse_every=12)
+    assert statistics == [*range(50), 51, 54, 57, 60, 63]
+    assert inverses == [0, 1, 2, 3, 4, 6, 9, 12, 13, 19, 24, 36, 48, 60]
 
 
 def test_without_it_the_periods_alone_count() -> None:

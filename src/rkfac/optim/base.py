@@ -159,8 +159,11 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         for block in self._blocks.values():
             first = block.weight.requires_grad and not block.observed
             # Frozen layers too: they may be thawed before the forward, and cost nothing while they are not.
-            offset = turn.get(block.name, 0) if block.period == "inverse_every" else 0
-            due = self._settings.due(self._step, self._group(block)[block.period], offset)
+            period = self._group(block)[block.period]
+            if block.period == "inverse_every":
+                due = self._settings.due(self._step, period, turn.get(block.name, 0))
+            else:
+                due = self._settings.collects(self._step, period)
             due = block.pace.due if block.pace else due
             block.wanted = not block.retired and (first or due)
             if not self._closed:

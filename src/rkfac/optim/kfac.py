@@ -80,7 +80,7 @@ class KFAC(CurvatureOptimizer):
       factor_decay*, factor_every*, inverse_every*   [rho, T_KU, T_KI]
       factor_start      "unbiased": averages are free of their start; "identity": they start from I, which damps the
                         first steps and is kept apart from what is decomposed; "paper": the same, but sketches see it
-      eager_start       statistics and inverses in the first steps too, each time half of the steps so far have passed
+      eager_start       statistics at each of the first 50 steps, and inverses each time half of the steps so far have passed
       stagger           layers take turns within inverse_every, so that no step waits for all inverses; those of the first
                         steps come together all the same
       stale             a layer's statistics and inverse are renewed together, at intervals of its own instead of fixed

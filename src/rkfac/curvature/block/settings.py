@@ -13,6 +13,8 @@ from rkfac.curvature.randomness import Randomness
 
 Group = Mapping[str, Any]
 
+YOUNG = 50  # steps in which curvature changes fastest: each of them collects statistics under `eager_start`
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -42,6 +44,14 @@ class Settings:
         The periods of a layer end at `offset`, when the layers take turns; while young all are due together.
         """
         return step % period == offset or (self.eager_start and step // 2 < period and _young(step))
+
+    def collects(self, step: int, period: int) -> bool:
+        """Whether running averages are due for a statistic: when the period is over, and while young at every step.
+
+        A statistic costs little beside a refresh, and averages that missed the growth of the gradients in the first steps
+        send the model onto a plateau at a learning rate that SGD bears.
+        """
+        return step % period == 0 or (self.eager_start and step < YOUNG)
 
     def request(
         self, group: Group, layer: str, side: str, number: int, damping: tuple[float, bool], affordable: int | None
