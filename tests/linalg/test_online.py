@@ -127,3 +127,17 @@ def test_what_is_not_finite_and_what_does_not_fit_are_told_apart() -> None:
     X[0, 1] += 1.0
     with pytest.raises(ValueError, match="not symmetric"):
         linalg.correct(low, X, torch.tensor([0, 1, 2]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_correcting_modes_that_leave_out_the_leading_one_is_no_asymmetry(dtype: torch.dtype) -> None:
+    """What is projected is then rounding of a matrix that is symmetric to the last bit."""
+    generator = torch.Generator().manual_seed(0)
+    columns = 30 + 0.1 * torch.randn(200, 16, generator=generator, dtype=torch.float64).to(dtype)
+    for X in (columns @ columns.mT, torch.ones(200, 200, dtype=dtype)):
+        X = torch.triu(X) + torch.triu(X, 1).mT
+        low = linalg.eigh(X, 8)
+        corrected = linalg.correct(low, X, torch.tensor([3, 5, 7]))
+        assert torch.isfinite(corrected.U).all()
+        torch.testing.assert_close(corrected.s[0], low.s[0])
+        assert float(corrected.s[1:].amax()) <= 1.001 * float(low.s[1:].amax()) + 1e-3 * float(low.s[0])

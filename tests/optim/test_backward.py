@@ -377,3 +377,25 @@ def test_gradients_of_any_size_take_the_same_steps_in_float32(scale: float) -> N
         assert flat(model).isfinite().all()
         found.append(seen)
     assert_same(found[1], found[0], 1e-4)
+
+
+@pytest.mark.parametrize("member", [rkfac.RSKFAC, rkfac.BKFAC])
+def test_a_weight_thawed_after_its_bias_takes_the_steps_of_the_other_way(member: type[rkfac.KFAC]) -> None:
+    """The bias's momentum is then a part of what both are preconditioned by together."""
+    seen = []
+    for apply in ("step", "backward"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(30, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 30)).double()
+        model[2].weight.requires_grad_(False)
+        optimizer = member(model, lr=0.01, rank=4, apply=apply)  # type: ignore[arg-type]
+        generator, steps = torch.Generator().manual_seed(1), []
+        for k in range(10):
+            if k == 5:
+                model[2].weight.requires_grad_(True)
+            x = torch.randn(6, 30, generator=generator, dtype=torch.float64)
+            optimizer.zero_grad()
+            (model(x) - x).square().mean().backward()
+            optimizer.step()
+            steps.append(flat(model))
+        seen.append(steps)
+    assert_same(*seen, 1e-12)

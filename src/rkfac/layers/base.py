@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from rkfac import compat
 
+ROUNDED = 8  # roundings, times the root of their number, up to which a sum of gradients is none
 MAX_CHUNK = 1 << 24  # elements of unfolded rows held at once: 64 MB in float32
 
 
@@ -335,6 +336,19 @@ def by_position(x: Tensor, drawn: Tensor | None, trailing: int = 1) -> Tensor:
         return x.reshape(-1, *x.shape[x.ndim - trailing :])
     leading = x.shape[: x.ndim - trailing]
     return x[torch.unravel_index(drawn, leading) if len(leading) > 1 else drawn]
+
+
+def sum_of_positions(rows: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    """Gradients (of this dtype when they came) summed over a sample's positions; zero where nothing but rounding is left.
+
+    What shifts all keys of an attention alike changes nothing, so that gradients of keys sum up to zero: a curvature made of
+    what rounding leaves of that would be as good as none, and its inverse would be taken for a direction.
+    """
+    total = rows.sum(dim)
+    if not total.numel():
+        return total
+    rounding = ROUNDED * rows.shape[dim] ** 0.5 * torch.finfo(dtype).eps
+    return total * (total.abs().amax() > rounding * rows.abs().amax())
 
 
 def append_one(rows: Tensor, bias: bool) -> Tensor:

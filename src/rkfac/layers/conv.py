@@ -13,7 +13,14 @@ from torch import Tensor, nn
 
 from rkfac.compat import padding_of
 from rkfac.layers.autocorrelation import Axis, pays, strips
-from rkfac.layers.base import MAX_CHUNK, KroneckerAdapter, append_one, register, statistics_dtype
+from rkfac.layers.base import (
+    MAX_CHUNK,
+    KroneckerAdapter,
+    append_one,
+    register,
+    statistics_dtype,
+    sum_of_positions,
+)
 
 Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
@@ -72,7 +79,7 @@ class ConvAdapter(KroneckerAdapter):
         elif drawn is not None:
             g = g[drawn]
         rows = g.to(dtype).unflatten(1, (conv.groups, -1)).permute(1, 0, 3, 2)  # (groups, n, positions, d)
-        rows = rows.sum(2) if sharing == "reduce" else rows.flatten(1, 2)
+        rows = sum_of_positions(rows, 2, g.dtype) if sharing == "reduce" else rows.flatten(1, 2)
         return rows if conv.groups > 1 else rows[0]
 
     def count(self, module: nn.Module, g: Tensor, sharing: str) -> int:

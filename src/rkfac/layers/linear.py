@@ -18,6 +18,7 @@ from rkfac.layers.base import (
     recognises,
     register,
     statistics_dtype,
+    sum_of_positions,
 )
 
 
@@ -39,7 +40,7 @@ class LinearAdapter(KroneckerAdapter):
     def output_rows(self, module: nn.Module, x: Tensor, g: Tensor, sharing: str, drawn: Tensor | None = None) -> Tensor:
         """Gradients at the output, one row a position or their sum over a sample's positions."""
         rows = _taken(g, sharing, drawn)
-        return rows.sum(1) if sharing == "reduce" else rows
+        return sum_of_positions(rows, 1, g.dtype) if sharing == "reduce" else rows
 
     def count(self, module: nn.Module, g: Tensor, sharing: str) -> int:
         """Positions, or samples."""

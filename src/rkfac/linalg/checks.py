@@ -50,12 +50,13 @@ def require_finite(summary: Tensor, name: str) -> None:
         raise DecompositionError(f"{name} holds NaN or Inf")
 
 
-def require_symmetric(C: Tensor, name: str) -> None:
+def require_symmetric(C: Tensor, name: str, least: Tensor | float = 0.0) -> None:
     """Refuse asymmetry, seen on X itself or on a projection Q^T X Q of it; C is finite and of ordinary size.
 
-    A projection shows it almost surely, at the price of a p x p comparison instead of a pass over d x d.
+    A projection shows it almost surely, at the price of a p x p comparison instead of a pass over d x d. One that leaves out
+    the leading modes holds little but rounding: `least` is how large X itself is in C's units.
     """
-    size = torch.linalg.matrix_norm(C)
+    size = torch.linalg.matrix_norm(C).clamp_min(least)
     asymmetry = torch.linalg.matrix_norm(C - C.mT)
     if bool((asymmetry <= 1e4 * torch.finfo(C.dtype).eps * size).all()):
         return

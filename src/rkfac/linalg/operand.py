@@ -52,7 +52,8 @@ class Operand:
         """Q^T Z, symmetrised, where Z is the product with Q; an X that is not symmetric is refused here."""
         C = Q.mT @ Z
         peak = magnitude(C, (-2, -1))
-        require_symmetric(C * unit_scale(peak), self.name)
+        unit = unit_scale(peak)
+        require_symmetric(C * unit, self.name, unit.amax((-2, -1)))  # the diagonal of X is near one here
         if bool((peak > 32 * Q.shape[-2]).any()):  # the trace bounds a PSD matrix, and it is at most 16 d here
             self._refuse()
         return (C + C.mT) / 2

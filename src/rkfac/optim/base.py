@@ -230,7 +230,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             self._refresh()
             watch = self._watched()
             if self._settings.backward:
-                pin(self._blocks.values(), self._group_of, self.state, GRAFTS[self._graft].grafts)
+                pin(self._blocks.values(), self._group_of, self.state, GRAFTS[self._graft])
             self._update()
         if watch is not None and closure is not None:
             self._adapt(watch, loss, closure)
