@@ -214,3 +214,20 @@ def test_attention_with_another_forward_or_made_up_weights_is_refused_by_name() 
     parametrizations.weight_norm(module, "in_proj_weight")
     parametrizations.spectral_norm(module.out_proj)
     assert all("not a plain parameter" in use.reason for use in uses_of("a", module).values())
+
+
+class PictureNorm(OwnRMSNorm):
+    """The last dimension of tokens, the channels of pictures."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.ndim == 4:
+            return super().forward(x.movedim(1, -1)).movedim(-1, 1)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("width", [2, 3, 6])
+def test_a_norm_that_treats_pictures_otherwise_is_left_alone(width: int) -> None:
+    found = adapter_for(PictureNorm(width))
+    assert isinstance(found, Uncovered)
+    assert "PictureNorm" in found.reason
+    assert isinstance(adapter_for(OwnRMSNorm(width)), RMSLikeAdapter)

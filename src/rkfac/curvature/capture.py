@@ -287,7 +287,8 @@ class Capture:
         if explained is False:
             watched.foreign = (
                 "most of its weight's gradient does not come from calling it: the weight is used by hand somewhere, as in "
-                "F.linear(h, embedding.weight), or the loss holds a large term of the weight itself"
+                "F.linear(h, embedding.weight), its forward does more than such a layer's (a gate, a clamp), or the loss "
+                "holds a large term of the weight itself"
             )
             warnings.warn(
                 f"layer {watched.observer.name!r} trains by the fallback rule: {watched.foreign}", stacklevel=2

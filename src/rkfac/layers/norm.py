@@ -194,7 +194,8 @@ def _proves(module: nn.Module, name: str, weight: Tensor, eps: float) -> bool:
     own_parameters(tried)[name].data = w
     matches = {0.0, 1.0}
     for scale in (1.0, math.sqrt(eps) if eps else 1e-5):
-        for shape, training in (((4,), True), ((2, 3), False)):
+        # Also pictures, whose channels some norms look for in the second place: no other dimension is as long as the last.
+        for shape, training in (((4,), True), ((2, 3), False), ((2, len(w) + 1, 2), True)):
             x = scale * torch.randn(*shape, len(w), generator=draw).to(weight.device)
             y = tried.train(training).forward(x)
             if not isinstance(y, Tensor) or y.shape != x.shape:

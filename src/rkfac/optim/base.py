@@ -104,7 +104,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         """Copies would share hooks and blocks with the original, or have none; torch's own way would break silently."""
         raise TypeError(
             f"{type(self).__name__} cannot be copied or pickled: it belongs to its model. Copy the model, build a new "
-            "optimizer for it and hand over optimizer.state_dict()"
+            "optimizer for it and hand over copy.deepcopy(optimizer.state_dict())"
         )
 
     def _all_parameters(self) -> list[nn.Parameter]:
