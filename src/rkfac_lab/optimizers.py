@@ -72,7 +72,8 @@ def build(name: str, model: nn.Module, arguments: Mapping[str, Any], seed: int |
     if seed is not None and "seed" in accepted and not {"seed", "generator"} & set(keywords):
         keywords["seed"] = seed
     for key in keywords:
-        if accepted and key not in accepted:
+        # What a member of rkfac's family lacks it refuses itself, and says why.
+        if accepted and key not in accepted and key not in getattr(factory, "lacks", ()):
             raise unknown(f"argument of {name}", key, accepted)
     try:
         optimizer = factory(model if takes_model else list(model.parameters()), **keywords)

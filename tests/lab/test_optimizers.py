@@ -154,3 +154,8 @@ def test_rkfac_gets_the_model_and_the_seed(monkeypatch):
     assert optimizers.build("rs-kfac", model, {"seed": 5}, seed=3).seed == 5
     with pytest.raises(LabError, match="'dampin'; did you mean 'damping'"):
         optimizers.build("rs-kfac", model, {"dampin": 0.5})
+
+
+def test_what_a_member_of_the_family_lacks_is_refused_with_its_own_reason():
+    with pytest.raises(LabError, match="SENG has no stale: its curvature is that of one batch"):
+        optimizers.build("seng", nn.Linear(3, 3), {"stale": 0.1})
