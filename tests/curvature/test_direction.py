@@ -92,8 +92,12 @@ def test_every_layer_equals_the_dense_formula(problem: Problem, rule: str, relat
         for got, expected in zip(applied(optimizer, name), as_parameters(block.module, S), strict=True):
             torch.testing.assert_close(got, expected, rtol=1e-8, atol=1e-10)
         direction = made(optimizer, name)
-        torch.testing.assert_close(direction.norm, S.norm(), rtol=1e-8, atol=1e-10)
-        torch.testing.assert_close(direction.inner, (S * J).sum(), rtol=1e-8, atol=1e-10)
+        torch.testing.assert_close(
+            torch.as_tensor(direction.norm, dtype=torch.float64), S.norm(), rtol=1e-8, atol=1e-10
+        )
+        torch.testing.assert_close(
+            torch.as_tensor(direction.inner, dtype=torch.float64), (S * J).sum(), rtol=1e-8, atol=1e-10
+        )
 
 
 @each_problem
@@ -104,7 +108,9 @@ def test_the_damped_curvature_undoes_the_direction(problem: Problem, rule: str, 
     optimizer = statistics(problem, damping_rule=rule, relative_to="largest" if relative else None, damping=DAMPING)
     for name in weight_layers(problem.model()):
         got = curved(optimizer, name, applied(optimizer, name))
-        torch.testing.assert_close(got, made(optimizer, name).inner, rtol=1e-8, atol=1e-10)
+        torch.testing.assert_close(
+            got, torch.as_tensor(made(optimizer, name).inner, dtype=torch.float64), rtol=1e-8, atol=1e-10
+        )
 
 
 @each_rule
@@ -232,9 +238,9 @@ def test_unit_blocks_are_small_solves_and_a_full_fisher_without_cross_unit_entri
     dense_S = torch.linalg.solve(full + l * torch.eye(len(full), dtype=x.dtype), gradients.flatten())
     torch.testing.assert_close(torch.stack([t.flatten() for t in got], dim=-1).flatten(), dense_S)
     direction = made(optimizer, "0")
-    torch.testing.assert_close(direction.norm, S.norm())
-    torch.testing.assert_close(direction.inner, (S * gradients).sum())
-    torch.testing.assert_close(curved(optimizer, "0", got), direction.inner)
+    torch.testing.assert_close(torch.as_tensor(direction.norm, dtype=torch.float64), S.norm())
+    torch.testing.assert_close(torch.as_tensor(direction.inner, dtype=torch.float64), (S * gradients).sum())
+    torch.testing.assert_close(curved(optimizer, "0", got), torch.as_tensor(direction.inner, dtype=torch.float64))
 
 
 # --- layers that see nothing

@@ -36,6 +36,11 @@ each_layer = pytest.mark.parametrize("name", LAYERS)
 each_sharing = pytest.mark.parametrize("sharing", ["expand", "reduce"])
 
 
+def positions(name: str, sharing: str) -> int:
+    """Rows of a sample where samples are drawn as a whole: norms' gradients are sums over their positions."""
+    return {"batchnorm": 4, "groupnorm": 2, "layernorm": 2 if sharing == "reduce" else 1}.get(name, 1)
+
+
 def factors(name: str, **keywords: Any) -> dict[str, Tensor]:
     """The layer's factors after one step."""
     build, shape = LAYERS[name]
@@ -63,6 +68,7 @@ def drawings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[int]]]:
         return drawn
 
     monkeypatch.setattr(base, "subset", watched)
+    monkeypatch.setattr(base, "LEAST_SAMPLES", 1)
     return seen
 
 
@@ -72,14 +78,15 @@ def test_the_mean_over_all_choices_of_rows_is_the_factor_of_all(
     name: str, sharing: str, monkeypatch: pytest.MonkeyPatch, drawings: list[tuple[int, list[int]]]
 ) -> None:
     expected = factors(name, weight_sharing=sharing)
-    factors(name, weight_sharing=sharing, rows=2)
+    two = 2 * positions(name, sharing)
+    factors(name, weight_sharing=sharing, rows=two)
     ((n, _),) = drawings
     sums = {side: torch.zeros_like(t) for side, t in expected.items()}
     choices = list(combinations(range(n), 2))
     differ = Counter[str]()
     for choice in choices:
         monkeypatch.setattr(base, "subset", lambda *_, choice=choice: torch.tensor(choice))
-        for side, t in factors(name, weight_sharing=sharing, rows=2).items():
+        for side, t in factors(name, weight_sharing=sharing, rows=two).items():
             sums[side] += t
             differ[side] += not torch.allclose(t, expected[side])
     for side, total in sums.items():
@@ -110,11 +117,11 @@ def test_with_no_more_rows_than_allowed_nothing_changes_and_nothing_is_drawn(
     plain = factors(name, weight_sharing=sharing, generator=torch.Generator().manual_seed(1))
     generator = torch.Generator().manual_seed(1)
     before = generator.get_state()
-    allowed = factors(name, weight_sharing=sharing, rows=n, generator=generator)
+    allowed = factors(name, weight_sharing=sharing, rows=n * positions(name, sharing), generator=generator)
     assert all(torch.equal(allowed[side], t) for side, t in plain.items())
     assert not drawings
     assert torch.equal(generator.get_state(), before)
-    factors(name, weight_sharing=sharing, rows=n - 1)
+    factors(name, weight_sharing=sharing, rows=(n - 1) * positions(name, sharing))
     assert [m for m, _ in drawings] == [n]
 
 
@@ -230,3 +237,11 @@ def test_a_diagonal_moment_weighs_its_counts() -> None:
     value = torch.zeros(2)
     moment.blend_into([value], 0.0, 1.0, 0)
     assert value.tolist() == [4.0, 6.0]
+
+
+def test_of_samples_with_many_positions_a_few_are_drawn_however_many_rows_they_are(
+    drawings: list[tuple[int, list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base, "LEAST_SAMPLES", 3)
+    factors("batchnorm", rows=1)
+    assert [(n, len(drawn)) for n, drawn in drawings] == [(6, 3)]

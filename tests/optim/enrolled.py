@@ -65,7 +65,10 @@ def _enrolled_seng(**own: Any) -> Enrolled:
 OPTIMIZERS: dict[str, Enrolled] = {
     "KFAC": Enrolled(stated.KFAC, lacks=frozenset({"rank"})),
     "RSKFAC": Enrolled(partial(stated.RSKFAC, **SMALL)),
-    "RSKFAC-auto-rank": Enrolled(partial(stated.RSKFAC, rank="auto", oversampling=1)),
+    # The recommended recipe's curvature: layers as small as the suite's are inverted as they are.
+    "recommended": Enrolled(
+        partial(stated.RSKFAC, rank="auto", tail="trace", relative_to="mean", damping=1.0, oversampling=1)
+    ),
     "graft-adamw": Enrolled(_adamw_length, lacks=frozenset({"momentum"})),
     "EKFAC": Enrolled(stated.EKFAC, lacks=frozenset({"rank"}), forgets={"carry": False}),
     "EKFAC-SOAP": Enrolled(_soap, lacks=frozenset({"momentum", "kl_clip"}), forgets={"carry": False}),
@@ -85,6 +88,7 @@ OPTIMIZERS: dict[str, Enrolled] = {
 # them out, RKFAC_VARIANTS=1 makes it take them in.
 VARIANTS: dict[str, Enrolled] = {
     "SREKFAC": Enrolled(partial(stated.SREKFAC, **SMALL)),
+    "RSKFAC-auto-rank": Enrolled(partial(stated.RSKFAC, rank="auto", oversampling=1)),
     "KFAC-Auto": Enrolled(
         partial(stated.KFAC, decomposition=rkfac.Auto(exact_up_to=4, large=rkfac.Nystrom(warm_start=True)), **SMALL)
     ),

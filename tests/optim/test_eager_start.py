@@ -6,9 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from optim import stated
 from optim.problems import mlp, rows, step
+from rkfac.curvature.randomness import subset
 
 
 def history(steps: int, **keywords: Any) -> tuple[list[int], list[int]]:
@@ -63,3 +65,36 @@ def test_a_period_that_grows_later_does_not_make_the_run_young_again() -> None:
     for _ in range(6):  # steps 89 to 94, and 94 would be one of a longer period
         step(model, optimizer, rows())
     assert optimizer.state_dict()["curvature"]["blocks"]["2"]["version"] == before
+
+
+def test_statistics_that_are_due_for_youth_alone_draw_a_fourth_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    import rkfac.curvature.block.base as room
+
+    asked: list[tuple[int, int]] = []
+
+    def noted(count: int, most: int, generator: torch.Generator) -> torch.Tensor:
+        asked.append((count, most))
+        return subset(count, most, generator)
+
+    monkeypatch.setattr(room, "subset", noted)
+    model = mlp()
+    optimizer = stated.KFAC(model, lr=0.01, eager_start=True, factor_every=4, rows=8, exclude=("0", "4"))
+    for _ in range(10):
+        step(model, optimizer, rows(n=20))
+    assert asked == [(20, most) for most in (8, 2, 2, 2, 8, 2, 2, 2, 8, 2)]
+
+
+def test_a_layer_that_joins_late_begins_with_all_of_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    import rkfac.curvature.block.base as room
+
+    asked = []
+    monkeypatch.setattr(room, "subset", lambda n, m, generator: asked.append(m) or torch.arange(m))
+    model = mlp()
+    optimizer = stated.KFAC(model, lr=0.01, eager_start=True, factor_every=4, rows=8, exclude=("0", "4"))
+    model[2].weight.requires_grad_(False)
+    for _ in range(5):
+        step(model, optimizer, rows(n=20))
+    model[2].weight.requires_grad_(True)
+    for _ in range(2):
+        step(model, optimizer, rows(n=20))
+    assert asked == [8, 2]

@@ -29,6 +29,11 @@ class Damping(ABC):
     relative_to: str | None = "mean"
     power: float = -1.0
 
+    @property
+    def inverts(self) -> bool:
+        """Whether all it asks of a factor are its trace and the inverse of the damped factor."""
+        return self.power == -1.0 and self.relative_to != "largest"
+
     def size(self, factor: Factor[Any]) -> Tensor:
         """The eigenvalue that damping is measured in, a number a group; 1 for an absolute damping."""
         if self.relative_to is None:
@@ -102,6 +107,11 @@ class _Joint(Damping):
 @dataclass(frozen=True)
 class Product(_Joint):
     """l on the product spectrum: (A (x) G + l I)^-1."""
+
+    @property
+    def inverts(self) -> bool:
+        """No: it acts on both factors at once."""
+        return False
 
     def shares(self, damping: float, A: Factor[Any], G: Factor[Any]) -> tuple[Tensor, Tensor]:
         """The whole damping stands on the input side; the output side is 1 by convention."""

@@ -63,6 +63,10 @@ class Decomposition(ABC):
         """Whether the full eigendecomposition would take less time, by a fixed model."""
         return False
 
+    def keeps_all(self, request: Request) -> bool:
+        """Whether a small factor may be inverted as it is: no part of its spectrum is to be cut off."""
+        return False
+
     def most(self, rank: int | str) -> int | None:
         """The most eigenpairs it keeps under a group's rank; None: it knows no bound."""
         return rank if isinstance(rank, int) else None
@@ -75,6 +79,10 @@ class Decomposition(ABC):
 @dataclass(frozen=True)
 class Exact(Decomposition):
     """The full eigendecomposition: K-FAC proper, cubic in the layer's width. `rank` has no meaning here."""
+
+    def keeps_all(self, request: Request) -> bool:
+        """It does."""
+        return True
 
     def decompose(self, request: Request) -> LowRank:
         """All eigenpairs."""
@@ -122,6 +130,11 @@ class _Sketched(Decomposition):
         oversampling = request.oversampling if self.oversampling is None else self.oversampling
         power_iterations = request.power_iterations if self.power_iterations is None else self.power_iterations
         return exact_is_cheaper(request.X.shape[-1], rank + oversampling, power_iterations)
+
+    def keeps_all(self, request: Request) -> bool:
+        """An automatic rank is exact where that is cheapest; without a tail it leaves nothing in the place of what it cuts."""
+        rank = request.rank if self.rank is None else self.rank
+        return not isinstance(rank, int) and request.tail == "trace"
 
     def most(self, rank: int | str) -> int | None:
         """Its own rank or the group's, and `max_rank` where that is automatic."""
@@ -233,6 +246,10 @@ class Auto(Decomposition):
         d = request.X.shape[-1]
         exact = self.large.exact_is_cheaper(request) if self.exact_up_to is None else d <= self.exact_up_to
         return (Exact() if exact else self.large).decompose(request)
+
+    def keeps_all(self, request: Request) -> bool:
+        """Where it is exact, or as `large` does."""
+        return True if self.exact_up_to is None else self.large.keeps_all(request)
 
     def most(self, rank: int | str) -> int | None:
         """What `large` keeps."""

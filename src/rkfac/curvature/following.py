@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from rkfac import compat
 from rkfac.curvature.hooks import Hook, first_tensor, full_precision
-from rkfac.linalg import AGREEMENT, LowRank, Modes, Shadow
+from rkfac.linalg import AGREEMENT, LowRank, Modes, Number, Shadow
 
 PATIENCE = 4  # steps in vain after which a basis is not followed any more; the next one is tried again
 
@@ -88,7 +88,7 @@ class Follower:
         self.drop()
         self.momentum, self.in_vain = None, self.in_vain + 1
 
-    def shadow(self, J: Tensor, j: Tensor | None, square: Tensor, origin: Origin) -> Shadow:
+    def shadow(self, J: Tensor, j: Tensor | None, square: Number, origin: Origin) -> Shadow:
         """Of [J | j], whose squared length is given."""
         fresh, momentum, self.fresh, self.momentum = self.fresh, self.momentum, None, None
         if not math.isfinite(square):  # the gate's business, and nothing to remember
@@ -114,7 +114,7 @@ class Follower:
             return None if remembered is None else shadow
         J, *rest = (g.to(self.dtype) for g in origin.gradients)
         j = rest[0] if rest else None
-        square = sum((torch.linalg.vector_norm(g).double().square() for g in (J, *rest)), torch.zeros(()))
+        square = sum(torch.linalg.vector_norm(g).item() ** 2 for g in (J, *rest))
         scale = self._scale(J, j, square, Blend(1.0, 0.0), fresh, None)
         if scale is None or fresh is None or not vector.buffer:
             return None
@@ -122,7 +122,7 @@ class Follower:
         return fresh.mixed(scale * remembered.gradient, before, remembered.buffer)
 
     def _scale(
-        self, J: Tensor, j: Tensor | None, square: Tensor, blend: Blend, fresh: Shadow | None, momentum: Shadow | None
+        self, J: Tensor, j: Tensor | None, square: Number, blend: Blend, fresh: Shadow | None, momentum: Shadow | None
     ) -> float | None:
         """By what the gradient was multiplied on its way from the rows to this blend of it; None: that does not explain J."""
         if fresh is None or (blend.buffer and momentum is None):

@@ -22,6 +22,10 @@ class Stopwatch:
         self._total = dict.fromkeys(phases, 0.0)
         self._running: list[tuple[str, Any, Any]] = []
 
+    def add(self, phase: str, seconds: float) -> None:
+        """Count what was done for several at once."""
+        self._total[phase] += seconds
+
     @contextmanager
     def timed(self, phase: str, device: torch.device) -> Iterator[None]:
         """Count what happens inside."""

@@ -3,8 +3,9 @@
 from rkfac.linalg.checks import DecompositionError
 from rkfac.linalg.energies import Energies
 from rkfac.linalg.exact import eigh, of_columns
-from rkfac.linalg.host import at_once
-from rkfac.linalg.kronecker import Preconditioner, Seer, Solution, preconditioner
+from rkfac.linalg.host import Number, Truth, add_multiple, at_once, kept, number, ratio, root, size_of
+from rkfac.linalg.intact import Intact
+from rkfac.linalg.kronecker import Preconditioner, Seer, Solution, inverses, preconditioner
 from rkfac.linalg.lowrank import LowRank
 from rkfac.linalg.multipliers import Diagonal, Multipliers, factored, product
 from rkfac.linalg.online import correct, online_update
@@ -26,10 +27,12 @@ __all__ = [
     "Everything",
     "Formed",
     "Grid",
+    "Intact",
     "Itself",
     "LowRank",
     "Modes",
     "Multipliers",
+    "Number",
     "Outer",
     "Part",
     "Places",
@@ -41,14 +44,19 @@ __all__ = [
     "Shadow",
     "Solution",
     "Terms",
+    "Truth",
     "Whole",
     "Woodbury",
     "adaptive",
+    "add_multiple",
     "at_once",
     "correct",
     "eigh",
     "factored",
     "inverse_error",
+    "inverses",
+    "kept",
+    "number",
     "nystrom",
     "of_columns",
     "online_update",
@@ -57,7 +65,10 @@ __all__ = [
     "preconditioner",
     "probe_error",
     "product",
+    "ratio",
+    "root",
     "rsvd",
+    "size_of",
     "srevd",
     "sufficient_rank",
     "trace_error",

@@ -4,7 +4,7 @@ What the inverse does to the four blocks of J is known (`multipliers.py`). S its
 a product of two thin matrices, which are added to whatever S is for, and its length and its product with J follow from the
 four blocks. A temporary of a weight's size costs more than all of this. All of it works on numbers of size one: multipliers
 are kept in units of the largest, J, where it is very large or small, in units of its own peak, and the true size of S is
-one float64 number beside it, so that nothing overflows or vanishes.
+one number beside it (`host.py`; float64 on a device), so that nothing overflows or vanishes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from functools import partial, singledispatch
 import torch
 from torch import Tensor
 
-from rkfac.linalg.host import at_once
+from rkfac.linalg.host import Number, at_once, number, root, size_of
+from rkfac.linalg.intact import Intact
 from rkfac.linalg.lowrank import LowRank
 from rkfac.linalg.multipliers import Diagonal, Multipliers, Overlapping
 from rkfac.linalg.orthonormal import polished
@@ -28,7 +29,7 @@ from rkfac.linalg.shadow import AGREEMENT, Shadow, projections
 from rkfac.linalg.shapes import Float
 
 # Tells the shadow of [J | j] whose squared length is given, where somebody may know it already.
-Seer = Callable[[Tensor, Tensor | None, Tensor], Shadow]
+Seer = Callable[[Tensor, Tensor | None, Number], Shadow]
 
 # Share of rounding in S up to which the short formula J + left @ right may be used: there the kept modes come out as
 # differences of terms as large as the largest multiplier times J.
@@ -40,7 +41,7 @@ OVERHEAD = 1e7  # flops that the operations of a thin solve beyond an explicit o
 
 @dataclass(frozen=True, eq=False)
 class Solution:
-    """S = scale * [weight's share | bias's share]; `scale` and all numbers are float64 and on the device.
+    """S = scale * [weight's share | bias's share].
 
     `given` is ||[J | j]||; `square` is ||S||^2 and `inner()` is <S, [J | j]>, both in units: the true ones are
     `scale^2 * square` and `scale * size * inner()`, `size` being the unit that J was measured in.
@@ -48,11 +49,11 @@ class Solution:
 
     weight: Part
     bias: Float[Tensor, "*batch dg"] | None
-    scale: Tensor
-    size: Tensor | float
-    given: Tensor
-    square: Tensor
-    inner: Callable[[], Tensor]
+    scale: Number
+    size: Number
+    given: Number
+    square: Number
+    inner: Callable[[], Number]
 
     def dense(self, J: Tensor, j: Tensor | None) -> Float[Tensor, "*batch dg da"]:
         """S in float64, for the J and j that were solved for (inspection and tests)."""
@@ -107,7 +108,9 @@ def _(A: LowRank, G: LowRank, multipliers: Multipliers) -> Preconditioner:
         A, G = (LowRank(low.U.double(), low.s, low.tail) for low in (A, G))
     quick: _Short | _Explicit
     if multipliers.sides is not None and _small(G, A):
-        quick = _Explicit(G, A, *multipliers.sides)
+        g, g_rest, a, a_rest = multipliers.sides
+        (of_G, size_G), (of_A, size_A) = _inverse(G, g, g_rest), _inverse(A, a, a_rest)
+        quick = _Explicit(of_G, of_A, number(size_G * size_A))
     else:
         quick = _Short(G, A, multipliers)
     roundings = torch.finfo(G.U.dtype).eps * multipliers.spread()
@@ -123,13 +126,29 @@ def _(A: Diagonal, G: LowRank, multipliers: Multipliers) -> Preconditioner:
     return _OneHot(G, multipliers)
 
 
+def inverses(
+    A: Intact, G: Intact, damping_A: float, damping_G: float, exact: Callable[[], Multipliers]
+) -> Preconditioner:
+    """The same for factors that are kept as they are, by their damped inverses; 2 (d_G + d_A) d_G d_A flops a gradient.
+
+    `exact` tells the multipliers, for which both are decomposed after all, where these prove to have too few digits.
+    DecompositionError where a factor has no damped inverse.
+    """
+    of_G, unit_G, condition_G = G.damped_inverse(damping_G)
+    of_A, unit_A, condition_A = A.damped_inverse(damping_A)
+    quick = _Explicit(of_G, of_A, unit_G * unit_A)
+    if torch.finfo(of_G.dtype).eps * condition_G * condition_A <= TOLERATED:
+        return quick
+    return _Watched(quick, lambda: _Exact(G, A, exact()))
+
+
 class _Short(Preconditioner):
     """Everything in the bases' own precision, S = rest * J + left @ right with inner dimension r_G + r_A at most."""
 
     def __init__(self, G: LowRank, A: LowRank, m: Multipliers) -> None:
-        self.U_G, self.U_A, self.scale = G.U, A.U, m.scale
+        self.U_G, self.U_A, self.scale = G.U, A.U, number(m.scale)
         # Then what J is multiplied by is a number in its precision, whatever J is.
-        self.moderate = _moderate(m.scale)
+        self.moderate = _moderate(self.scale)
         self.dtype = G.U.dtype
         self.G_full, self.A_full = G.full, A.full
         self.projects = not (G.full or A.full)
@@ -138,32 +157,37 @@ class _Short(Preconditioner):
         self.squares = Overlapping(both, output, input, rest, G.full, A.full)
         # What the thin factors are made of: multipliers of what the multiple of J has not done yet.
         self.both, self.rest, self.corner = (t.to(G.U) for t in (m.both, m.rest, self.plain.both))
+        self.share = self.rest if self.rest.ndim else number(self.rest)
         self.on_output = self.plain.output.to(G.U)[..., :, None]
         self.on_input = self.plain.input.to(G.U)[..., None, :]
 
     def _solve(self, J: Tensor, j: Tensor | None, asked: Asked) -> Solution:
-        J, j, norms, unit, size = _measured(J, j, self.U_G.dtype, self.moderate)
+        J, j, norms, total, unit, size = _measured(J, j, self.U_G.dtype, self.moderate)
         width = J.shape[-1]
-        P, R = self._shadow(J, j, norms, asked.seer if unit is None else None)
+        P, R = self._shadow(J, j, total, asked.seer if unit is None else None)
         K = P @ self.U_A  # r_G x r_A
         left, right = self._thin(P, K, R)
         bias = None
         if j is not None:
             bias = (left @ right[..., -1:])[..., 0]
             bias = bias if R is None or self.A_full else self.rest[..., None] * j + bias
-        rest = None if R is None or self.A_full else self.rest
+        rest = None if R is None or self.A_full else self.share
         part = Corrected(asked.matrix, rest, unit, left, right[..., :width])
         energies = (K, None if self.A_full else P, R, norms)
-        square = self.squares.total(*energies)
-        if not (self.G_full and self.A_full) and not self._certain(square, norms):
+        square = number(self.squares.total(*energies))
+        if not (self.G_full and self.A_full) and not self._certain(square, total):
             square = self._formed(J, part, bias, asked.spend)
-        given = norms.sum().sqrt() * size
-        return Solution(part, bias, self.scale * size, size, given, square, partial(self.plain.total, *energies))
+        return Solution(
+            part, bias, self.scale * size, size, root(total) * size, square, partial(self._inner, *energies)
+        )
 
-    def _shadow(self, J: Tensor, j: Tensor | None, norms: Tensor, seer: Seer | None) -> tuple[Tensor, Tensor | None]:
+    def _inner(self, K: Tensor, P: Tensor | None, R: Tensor | None, norms: Number) -> Number:
+        return number(self.plain.total(K, P, R, norms))
+
+    def _shadow(self, J: Tensor, j: Tensor | None, square: Number, seer: Seer | None) -> tuple[Tensor, Tensor | None]:
         """U_G^T [J | j] (r_G x d_A) and, where G's modes are not all there are, [J | j] U_A (d_G x r_A)."""
         if seer is not None and self.projects:
-            shadow = seer(J, j, norms)
+            shadow = seer(J, j, square)
             return shadow.output, shadow.input
         return projections(self.U_G, self.U_A, J, j, not self.G_full)
 
@@ -179,41 +203,37 @@ class _Short(Preconditioner):
         top = self.on_output * P + (K * self.corner) @ U_A.mT
         return torch.cat([U_G, R * self.on_input], dim=-1), torch.cat([top, U_A.mT], dim=-2)
 
-    def _certain(self, square: Tensor, norms: Tensor) -> bool:
+    def _certain(self, square: Number, given: Number) -> bool:
         """Whether ||S||^2 is not a small difference of large numbers; NaN is certain enough."""
-        if self.U_G.dtype == torch.float64:
-            return not at_once(square) or not bool(square < 1e-6 * norms.sum())
-        return at_once(square) and not bool(square < MEASURED * norms.sum())
+        if isinstance(square, Tensor):
+            return self.U_G.dtype == torch.float64
+        return not square < (1e-6 if self.U_G.dtype == torch.float64 else MEASURED) * given
 
-    def _formed(self, J: Tensor, part: Corrected, bias: Tensor | None, spend: bool) -> Tensor:
+    def _formed(self, J: Tensor, part: Corrected, bias: Tensor | None, spend: bool) -> Number:
         """||S||^2 in units, measured on S itself, for which J's memory is used if it may be."""
         if part.rest is None:
             S = torch.matmul(part.left, part.right, out=J) if spend else part.left @ part.right
         else:
-            S = (J if spend else J.clone()).mul_(part.rest[..., None, None])
+            S = (J if spend else J.clone()).mul_(self.rest[..., None, None])
             (torch.Tensor.addmm_ if J.ndim == 2 else torch.Tensor.baddbmm_)(S, part.left, part.right)
-        square = torch.linalg.vector_norm(S).double().square()
-        return square if bias is None else square + torch.linalg.vector_norm(bias).double().square()
+        return _square(S) if bias is None else _square(S) + _square(bias)
 
 
 class _Explicit(Preconditioner):
     """Small factors: S = G^-1 J A^-1 with both damped inverses as matrices, for there operations cost more than flops."""
 
-    def __init__(self, G: LowRank, A: LowRank, g: Tensor, g_rest: Tensor, a: Tensor, a_rest: Tensor) -> None:
-        self.dtype = G.U.dtype
-        self.G, scale_G = _inverse(G, g, g_rest)
-        self.A, scale_A = _inverse(A, a, a_rest)
-        self.scale = scale_G * scale_A
-        self.moderate = _moderate(self.scale)
+    def __init__(self, G: Tensor, A: Tensor, scale: Number) -> None:
+        """G^-1 and A^-1 with entries of about one, and the scale of their product."""
+        self.G, self.A, self.scale, self.dtype = G, A, scale, G.dtype
+        self.moderate = _moderate(scale)
 
     def _solve(self, J: Tensor, j: Tensor | None, asked: Asked) -> Solution:
-        J, j, norms, _, size = _measured(J, j, self.dtype, self.moderate)
+        J, j, _, total, _, size = _measured(J, j, self.dtype, self.moderate)
         given = _joined(J, j)
         S = self.G @ given @ self.A
-        square = torch.linalg.vector_norm(S).double().square()
         part, bias = Whole(S if j is None else S[..., :-1], asked.matrix), None if j is None else S[..., -1]
         inner = partial(_inner, S, given)
-        return Solution(part, bias, self.scale * size, size, norms.sum().sqrt() * size, square, inner)
+        return Solution(part, bias, self.scale * size, size, root(total) * size, _square(S), inner)
 
 
 def _small(G: LowRank, A: LowRank) -> bool:
@@ -232,13 +252,19 @@ def _inverse(low: LowRank, kept: Tensor, rest: Tensor) -> tuple[Tensor, Tensor]:
     return inverse.to(low.U.dtype), unit
 
 
-def _moderate(scale: Tensor) -> bool:
+def _moderate(scale: Number) -> bool:
     """Whether a multiple of this size is a number in float32, whatever else it is multiplied by."""
-    return at_once(scale) and SAFE[0] < float(scale) < SAFE[1]
+    return not isinstance(scale, Tensor) and SAFE[0] < scale < SAFE[1]
 
 
-def _inner(S: Tensor, given: Tensor) -> Tensor:
-    return (S * given).sum().double()
+def _square(t: Tensor) -> Number:
+    """The squared length, for which no entry is squared in less than float64's range."""
+    length = number(torch.linalg.vector_norm(t).double())
+    return length * length
+
+
+def _inner(S: Tensor, given: Tensor) -> Number:
+    return number((S * given).sum().double())
 
 
 class _Watched(Preconditioner):
@@ -262,7 +288,7 @@ class _Watched(Preconditioner):
 
     def _good(self, solution: Solution, roundings: int) -> bool:
         rounding = roundings * torch.finfo(self.quick.dtype).eps * solution.given
-        return bool(rounding <= TOLERATED * solution.square.sqrt() * solution.size)
+        return bool(rounding <= TOLERATED * root(solution.square) * solution.size)
 
 
 class _Exact(Preconditioner):
@@ -273,7 +299,7 @@ class _Exact(Preconditioner):
     """
 
     def __init__(self, G: LowRank, A: LowRank, m: Multipliers) -> None:
-        self.m, self.dtype = m, G.U.dtype
+        self.m, self.dtype = m, torch.promote_types(G.U.dtype, A.U.dtype)
         self.U_G, self.U_A = polished(G.U), polished(A.U)
         self.rest_G, self.rest_A = not G.full, not A.full
 
@@ -293,14 +319,14 @@ class _Exact(Preconditioner):
             S = S + (R * m.input[..., None, :]) @ U_A.mT
             if self.rest_A:
                 S = S + m.rest[..., None, None] * (below - R @ U_A.mT)
-        return _whole(S, given, m.scale * size, size, self.dtype, j is not None, asked.matrix)
+        return _whole(S, given, number(m.scale) * size, size, self.dtype, j is not None, asked.matrix)
 
 
 class _OneHot(Preconditioner):
     """A diagonal input factor: every column of J has its own eigenvalue."""
 
     def __init__(self, G: LowRank, m: Multipliers) -> None:
-        self.G, self.scale = G, m.scale
+        self.G, self.scale = G, number(m.scale)
         self.both, self.input = m.both.to(G.U), m.input.to(G.U)
 
     def _solve(self, J: Tensor, j: Tensor | None, asked: Asked) -> Solution:
@@ -314,26 +340,32 @@ class _OneHot(Preconditioner):
 
 def _measured(
     J: Tensor, j: Tensor | None, dtype: torch.dtype, moderate: bool
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | float]:
-    """J and j, ||[J | j]||^2 (a number a group, float64), and the unit they are multiplied by and its inverse.
+) -> tuple[Tensor, Tensor | None, Number, Number, Number | None, Number]:
+    """J and j, ||[J | j]||^2 (one a group, and in all), and the unit they are multiplied by and its inverse.
 
     Nothing is copied where the length says that no square overflows or vanishes, and `moderate` that no multiple does.
     """
     if moderate and J.dtype == dtype and at_once(J):
-        norms = _squares(J, j)
-        if SAFE[0] ** 2 < float(norms.sum()) < SAFE[1] ** 2:
-            return J, j, norms, None, 1.0
+        norms, total = _squares(J, j)
+        if SAFE[0] ** 2 < total < SAFE[1] ** 2:
+            return J, j, norms, total, None, 1.0
     J, j, size = _in_units_of_its_peak(J, j, dtype)
-    return J, j, _squares(J, j), torch.where(size > 0, 1 / size, 1.0).to(dtype), size
+    unit = torch.where(size > 0, 1 / size, 1.0).to(dtype) if isinstance(size, Tensor) else 1 / size if size else 1.0
+    return J, j, *_squares(J, j), unit, size
 
 
-def _squares(J: Tensor, j: Tensor | None) -> Tensor:
+def _squares(J: Tensor, j: Tensor | None) -> tuple[Number, Number]:
+    """||[J | j]||^2, one a group and in all."""
+    if J.ndim == 2:
+        total = _square(J) if j is None else _square(J) + _square(j)
+        return total, total
     norms = torch.linalg.vector_norm(J, dim=(-2, -1)).double().square()
-    return norms if j is None else norms + torch.linalg.vector_norm(j, dim=-1).double().square()
+    norms = norms if j is None else norms + torch.linalg.vector_norm(j, dim=-1).double().square()
+    return norms, number(norms.sum())
 
 
-def _in_units_of_its_peak(J: Tensor, j: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Copies of J and j in units of a power of two near their largest entry, and that unit in float64."""
+def _in_units_of_its_peak(J: Tensor, j: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Number]:
+    """Copies of J and j in units of a power of two near their largest entry, and that unit."""
     largest_entry = peak(J) if j is None else torch.maximum(peak(J), peak(j))
     # Not beyond what can be a factor in this precision; NaN and Inf have no exponent and stay what they are.
     largest = 120 if torch.finfo(J.dtype).bits <= 32 else 1000
@@ -341,7 +373,7 @@ def _in_units_of_its_peak(J: Tensor, j: Tensor | None, dtype: torch.dtype) -> tu
     unit = torch.exp2(-exponent.to(dtype))
     matrix = torch.mul(J, unit, out=torch.empty(J.shape, dtype=dtype, device=J.device))
     # A gradient of zero has no size: beside a damping below 1e-38 any other would be Inf in float32, and 0 * Inf is NaN.
-    size = torch.where(largest_entry == 0, 0.0, torch.exp2(exponent.double()))
+    size = number(torch.where(largest_entry == 0, 0.0, torch.exp2(exponent.double())))
     return matrix, None if j is None else (j * unit).to(dtype), size
 
 
@@ -353,18 +385,17 @@ def _joined(matrix: Tensor, vector: Tensor | None) -> Tensor:
 def _whole(
     S: Tensor,
     given: Tensor,
-    scale: Tensor,
-    size: Tensor,
+    scale: Number,
+    size: Number,
     dtype: torch.dtype,
     bias: bool,
     matrix: Callable[[Tensor], Tensor],
 ) -> Solution:
     """With entries of about one: the multipliers that matter may be far below the largest one."""
-    largest = peak(S).double()
-    unit = torch.where(largest > 0, largest, 1.0)
-    length = torch.linalg.vector_norm(given).double() * size
+    unit = size_of(number(peak(S).double()))
+    length = root(_square(given)) * size
     S = S / unit
-    square, inner = torch.linalg.vector_norm(S).double().square(), partial(_inner, S, given)
+    square, inner = _square(S), partial(_inner, S, given)
     S = S.to(dtype)
     part = Whole(S[..., :-1] if bias else S, matrix)
     return Solution(part, S[..., -1] if bias else None, scale * unit, size, length, square, inner)

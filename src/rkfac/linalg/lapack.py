@@ -40,6 +40,14 @@ def cholesky(C: Tensor, name: str) -> Tensor | None:
     return None if bool(info.any()) else L
 
 
+def definite_inverse(C: Tensor, name: str) -> Tensor | None:
+    """C^-1, or None where C is not positive definite."""
+    L = cholesky(C, name)
+    if L is None:
+        return None
+    return _checked(lambda L: [torch.cholesky_inverse(L)], [L], f"the inverse of {name}")[0]
+
+
 def divide_upper(B: Tensor, R: Tensor, name: str) -> Tensor:
     """B R^-1 for an upper triangular R."""
 

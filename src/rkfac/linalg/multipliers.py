@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from rkfac.linalg.host import Number
 from rkfac.linalg.lowrank import LowRank, relative
 from rkfac.linalg.shapes import Float
 
@@ -133,7 +134,7 @@ class Overlapping:
             self.both = self.both + rest[..., None, None]
             self.output, self.input = output - rest[..., None], input - rest[..., None]
 
-    def total(self, K: Tensor, P: Tensor | None, R: Tensor | None, norms: Tensor) -> Tensor:
+    def total(self, K: Tensor, P: Tensor | None, R: Tensor | None, norms: Number) -> Tensor:
         """sum of (multiplier x energy of J) over the four blocks.
 
         K = U_G^T J U_A, P = U_G^T J (None: A is full), R = J U_A (None: G is full), norms = ||J||^2 a group.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from rkfac.linalg.host import at_once
+from rkfac.linalg.host import Number, add_multiple, kept
 from rkfac.linalg.scaling import SAFE
 from rkfac.linalg.shapes import Float
 
@@ -24,8 +24,8 @@ class Part(ABC):
     """One parameter's share of S, in units of the solution's scale; `terms` add up to what was preconditioned."""
 
     @abstractmethod
-    def add_to(self, target: Tensor, amount: Tensor, terms: Terms, keep: float = 1.0) -> None:
-        """target <- keep * target + amount * share, in place; `amount` is one float64 number on the device."""
+    def add_to(self, target: Tensor, amount: Number, terms: Terms, keep: float = 1.0) -> None:
+        """target <- keep * target + amount * share, in place."""
 
     @abstractmethod
     def masked(self, keep: Tensor) -> Part:
@@ -34,7 +34,7 @@ class Part(ABC):
     def formed(self, like: Tensor, terms: Terms) -> Tensor:
         """The share itself in float64 (inspection, tests and rare cases)."""
         whole = torch.zeros_like(like, dtype=torch.float64)
-        self.add_to(whole, whole.new_ones(()), terms)
+        self.add_to(whole, 1.0, terms)
         return whole
 
 
@@ -50,7 +50,7 @@ class Whole(Part):
     tensor: Tensor
     matrix: Callable[[Tensor], Tensor] = same
 
-    def add_to(self, target: Tensor, amount: Tensor, terms: Terms, keep: float = 1.0) -> None:
+    def add_to(self, target: Tensor, amount: Number, terms: Terms, keep: float = 1.0) -> None:
         """In one pass where precision and memory allow it."""
         if keep != 1.0:
             target.mul_(keep)
@@ -60,9 +60,14 @@ class Whole(Part):
             self.add_to(whole, amount, terms)
             target.add_(whole.to(target.dtype))
         elif target.dtype == self.tensor.dtype:
-            into.addcmul_(self.tensor, amount.to(target.dtype))
+            add_multiple(into, self.tensor, amount)
         else:
-            into.add_((self.tensor * amount.to(self.tensor.dtype)).to(target.dtype))
+            into.add_((self.tensor * amount).to(target.dtype))
+
+    def place(self, target: Tensor) -> Tensor | None:
+        """Where its entries belong in a tensor like the parameter; None: it is not of that precision, or has no such view."""
+        into = self.matrix(target)
+        return into if target.dtype == self.tensor.dtype and _shares_memory(into, target) else None
 
     def masked(self, keep: Tensor) -> Whole:
         """Zero, or the same."""
@@ -73,26 +78,27 @@ class Whole(Part):
 class Itself(Part):
     """What the terms add up to, `amount` times or, where it is refused, not at all."""
 
-    share: Tensor
+    share: Number = 1.0
 
-    def add_to(self, target: Tensor, amount: Tensor, terms: Terms, keep: float = 1.0) -> None:
+    def add_to(self, target: Tensor, amount: Number, terms: Terms, keep: float = 1.0) -> None:
         """A pass for each term."""
         if keep != 1.0:
             target.mul_(keep)
-        number = amount * self.share
-        if at_once(number) and float(number) == 0:
-            return
-        if at_once(number) and SAFE[0] ** 2 < abs(float(number)) < SAFE[1] ** 2:
-            for term, coefficient in terms:
-                target.addcmul_(term.to(target.dtype), number.to(target.dtype) * coefficient)
-            return
+        amount = amount * self.share
+        if not isinstance(amount, Tensor):
+            if amount == 0:
+                return
+            if SAFE[0] ** 2 < abs(amount) < SAFE[1] ** 2:
+                for term, coefficient in terms:
+                    add_multiple(target, term.to(target.dtype), amount * coefficient)
+                return
         # A number that float32 does not hold may be the multiple of something as small as it is large.
         for term, coefficient in terms:
-            target.add_((term.double() * (number * coefficient)).to(target.dtype))
+            target.add_((term.double() * (amount * coefficient)).to(target.dtype))
 
     def masked(self, keep: Tensor) -> Itself:
         """None of it, or the same."""
-        return Itself(torch.where(keep, self.share, torch.zeros_like(self.share)))
+        return Itself(kept(self.share, keep))
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,57 +109,57 @@ class Corrected(Part):
     """
 
     matrix: Callable[[Tensor], Tensor]
-    rest: Float[Tensor, "*batch"] | None
-    unit: Float[Tensor, ""] | None
+    rest: Number | None  # one a group
+    unit: Number | None
     left: Float[Tensor, "*batch dg k"]
     right: Float[Tensor, "*batch k dw"]
 
-    def add_to(self, target: Tensor, amount: Tensor, terms: Terms, keep: float = 1.0) -> None:
+    def add_to(self, target: Tensor, amount: Number, terms: Terms, keep: float = 1.0) -> None:
         """The thin product first, then J: nothing of the target's size is made on the way."""
         dtype, into = self.left.dtype, self.matrix(target)
         if (
             target.dtype != dtype and into.ndim == 2 and _shares_memory(into, target)
         ):  # weights of 16 bits, a basis of 64
-            self._add_in_panels(into, amount.to(dtype), terms, keep)
+            self._add_in_panels(into, amount, terms, keep)
             return
         if target.dtype != dtype or not _shares_memory(into, target):  # groups of these, odd strides
             whole = _room(target, dtype, self.matrix)
             self.add_to(whole, amount, terms)
             target.mul_(keep).add_(whole.to(target.dtype))
             return
-        number = amount.to(dtype)
-        rest = None if self.rest is None else number * self.rest
-        rest = rest[..., None, None] if rest is not None and rest.ndim else rest
+        amount = amount.to(dtype) if isinstance(amount, Tensor) else amount
+        rest = None if self.rest is None else amount * self.rest
+        rest = rest[..., None, None] if isinstance(rest, Tensor) and rest.ndim else rest
         own = sum(coefficient for term, coefficient in terms if term is target)
         if own and rest is not None:  # while it still is what the terms say
             into.mul_(keep + own * (rest if self.unit is None else rest * self.unit))
             keep = 1.0
         add = torch.Tensor.addmm_ if into.ndim == 2 else torch.Tensor.baddbmm_
-        add(into, self.left * number, self.right, beta=keep)
+        add(into, self.left * amount, self.right, beta=keep)
         if rest is None:
             return
         for term, coefficient in terms:
             if term is not target:
                 J = self.matrix(term).to(dtype)
-                into.addcmul_(J if self.unit is None else J * self.unit, rest * coefficient)
+                add_multiple(into, J if self.unit is None else J * self.unit, rest * coefficient)
 
-    def _add_in_panels(self, into: Tensor, number: Tensor, terms: Terms, keep: float) -> None:
+    def _add_in_panels(self, into: Tensor, amount: Number, terms: Terms, keep: float) -> None:
         """A few rows at a time in the wider precision, so that nothing of the target's size is made."""
-        rest = None if self.rest is None else number * self.rest
+        rest = None if self.rest is None else amount * self.rest
         some = max(1, PANEL // into.shape[-1])
         for begin in range(0, len(into), some):
             rows = slice(begin, begin + some)
-            part = (self.left[rows] * number) @ self.right
+            part = (self.left[rows] * amount) @ self.right
             if rest is not None:
                 for term, coefficient in terms:
                     J = self.matrix(term)[rows].to(part.dtype)
-                    part.addcmul_(J if self.unit is None else J * self.unit, rest * coefficient)
+                    add_multiple(part, J if self.unit is None else J * self.unit, rest * coefficient)
             into[rows].mul_(keep).add_(part.to(into.dtype))
 
     def masked(self, keep: Tensor) -> Corrected:
         """Without J and with thin matrices of zeros."""
         left, right = (torch.where(keep, t, torch.zeros_like(t)) for t in (self.left, self.right))
-        rest = None if self.rest is None else torch.where(keep, self.rest, torch.zeros_like(self.rest))
+        rest = None if self.rest is None else kept(self.rest, keep)
         return replace(self, left=left, right=right, rest=rest)
 
 

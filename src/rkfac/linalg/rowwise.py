@@ -11,13 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rkfac.linalg.host import Number, number
 from rkfac.linalg.kronecker import TOLERATED, Seer
 from rkfac.linalg.lowrank import LowRank
 from rkfac.linalg.multipliers import Multipliers, Overlapping
 from rkfac.linalg.shadow import projections
 from rkfac.linalg.shapes import Float
 
-Projections = tuple[Tensor, Tensor | None, Tensor | None, Tensor]
+Projections = tuple[Tensor, Tensor | None, Tensor | None, Number]
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +88,7 @@ class Rowwise:
         if A.U.dtype != G.U.dtype:
             A, G = (LowRank(low.U.double(), low.s, low.tail) for low in (A, G))
         g, g_rest, a, a_rest = m.sides
-        self.scale, self.dtype = m.scale, G.U.dtype
+        self.scale, self.dtype = number(m.scale), G.U.dtype
         self.G, self.A = _side(G, g, g_rest), _side(A, a, a_rest)
         self.projects = not (G.full or A.full)  # whether lengths ask for projections onto the kept modes of both sides
         spread = max(
@@ -108,7 +109,7 @@ class Rowwise:
             return self.G(g), self.A(a), None
         return self.G(g), *self.A.beside_one(a)
 
-    def projections(self, S: Tensor, s: Tensor | None, square: Tensor, seer: Seer | None = None) -> Projections:
+    def projections(self, S: Tensor, s: Tensor | None, square: Number, seer: Seer | None = None) -> Projections:
         """Of [S | s] (in units, ||[S | s]||^2 = square) onto the kept modes: what its lengths before follow from."""
         if seer is not None and self.projects:
             shadow = seer(S, s, square)
@@ -116,13 +117,13 @@ class Rowwise:
         P, R = projections(self.G.U, self.A.U, S, s, self.G.rest is not None)
         return P @ self.A.U, None if self.A.rest is None else P, R, square
 
-    def before(self, known: Projections) -> Tensor:
-        """||J||^2 for the J that was preconditioned, in float64."""
-        return self._before.total(*known)
+    def before(self, known: Projections) -> Number:
+        """||J||^2 for the J that was preconditioned."""
+        return number(self._before.total(*known))
 
-    def inner(self, known: Projections) -> Tensor:
-        """<S, J>, in float64."""
-        return self._inner.total(*known)
+    def inner(self, known: Projections) -> Number:
+        """<S, J>."""
+        return number(self._inner.total(*known))
 
     def carry_(self, W: Float[Tensor, "dg dw"], b: Float[Tensor, "dg"] | None, before: Rowwise | None) -> None:
         """[W | b], preconditioned by `before` (None: not at all), preconditioned by this one instead; in place."""

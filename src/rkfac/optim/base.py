@@ -160,12 +160,14 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             first = block.weight.requires_grad and not block.observed
             # Frozen layers too: they may be thawed before the forward, and cost nothing while they are not.
             period = self._group(block)[block.period]
+            brief = False
             if block.period == "inverse_every":
                 due = self._settings.due(self._step, period, turn.get(block.name, 0))
             else:
-                due = self._settings.collects(self._step, period)
+                due, brief = self._settings.collects(self._step, period), self._settings.brief(self._step, period)
             due = block.pace.due if block.pace else due
             block.wanted = not block.retired and (first or due)
+            block.brief = brief and not first and block.pace is None
             if not self._closed:
                 self._capture.follow(block)
         self._activate()

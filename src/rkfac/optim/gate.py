@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rkfac.linalg import at_once
+from rkfac.linalg import Number, Truth, at_once, peak
 from rkfac.optim.report import listed
 
 
@@ -27,9 +27,9 @@ class Gate:
         self._on_device: dict[str, Tensor] = {}  # refusals in a row, and all since the last report
         self._refused: list[str] = []
 
-    def passes(self, name: str, finite: Tensor) -> bool | Tensor:
+    def passes(self, name: str, finite: Truth) -> Truth:
         """Whether an update may go on: a plain truth value on a CPU, one on the device elsewhere."""
-        if not at_once(finite):
+        if isinstance(finite, Tensor) and not at_once(finite):
             before = self._on_device.get(name, torch.zeros(2, dtype=torch.int64, device=finite.device))
             healthy = torch.stack([torch.zeros_like(before[0]), before[1]])
             self._on_device[name] = torch.where(finite, healthy, before + 1)
@@ -44,11 +44,13 @@ class Gate:
         """An update is known to be fine."""
         self.counts[name] = 0
 
-    def mended(self, buffer: Tensor, factor: float) -> Tensor:
+    def mended(self, buffer: Tensor, factor: float) -> Truth:
         """Whether a buffer times a factor is finite; otherwise it becomes zero, to be refused once and not for ever."""
         finite = moderate(torch.view_as_real(buffer) if buffer.is_complex() else buffer, False, factor)
-        if not at_once(buffer) or not bool(finite):
+        if isinstance(finite, Tensor):
             buffer.copy_(torch.where(finite, buffer, torch.zeros_like(buffer)))
+        elif not finite:
+            buffer.zero_()
         return finite
 
     def report(self, deeper: int = 0) -> None:
@@ -87,18 +89,18 @@ class Gate:
         }
 
 
-def bounded(length: Tensor, dtype: torch.dtype) -> Tensor:
+def bounded(length: Number, dtype: torch.dtype) -> Truth:
     """Whether an update of this length is a number, with room for a momentum buffer to add up many of them."""
     room = 1e-3 if torch.finfo(dtype).max > 1e6 else 1.0  # a length of 65 is nothing special in float16
     return length < torch.finfo(dtype).max * room  # False for NaN as well
 
 
-def moderate(gradient: Tensor, squared: bool, factor: float = 1.0) -> Tensor:
+def moderate(gradient: Tensor, squared: bool, factor: float = 1.0) -> Truth:
     """Whether every entry of a gradient is finite, times a factor too, and, if it will be squared, its square."""
     if gradient.numel() == 0:
-        return torch.ones((), dtype=torch.bool, device=gradient.device)
-    low, high = torch.aminmax(gradient)
-    return torch.maximum(-low, high) < most(gradient.dtype, squared, factor)
+        return True
+    largest = peak(gradient) < most(gradient.dtype, squared, factor)
+    return bool(largest) if at_once(largest) else largest
 
 
 def most(dtype: torch.dtype, squared: bool, factor: float = 1.0) -> float:

@@ -15,7 +15,7 @@ from rkfac.curvature.block import Block, Settings
 from rkfac.curvature.fisher import Likelihood
 from rkfac.optim.report import listed
 
-STATE_FORMAT = 6
+STATE_FORMAT = 7
 
 
 def fingerprint(settings: Settings, likelihood: Likelihood | None, graft: str | None, fallback: str) -> dict[str, str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 
 from rkfac.curvature.block import Block, Direction
 from rkfac.curvature.following import Origin
-from rkfac.linalg import Terms, at_once
+from rkfac.linalg import SAFE, Number, Terms, Truth, Whole, at_once, kept, ratio, root
 from rkfac.optim import clip
 from rkfac.optim.gate import Gate, bounded, moderate, most
 from rkfac.optim.rules import Course, Curved, Rule, decay_of, longest
@@ -20,6 +22,8 @@ from rkfac.optim.scratch import Scratch
 
 Group = Mapping[str, Any]
 State = MutableMapping[Any, Any]
+
+SMALL = 1 << 16  # entries of a parameter up to which a call costs more than a pass over it
 
 
 @dataclass(frozen=True)
@@ -46,16 +50,31 @@ class Preconditioned:
 
     block: Block
     direction: Direction
-    factor: Tensor | float
+    factor: Number
     targets: Sequence[Target | None]
     natural: bool
-    inner: Tensor | None  # <S, J>, for the KL clip
+    inner: Number | None  # <S, J>, for the KL clip
     curved: Sequence[Curved] = ()  # the curvature times the direction, for a rule that remembers
 
     @property
     def moving(self) -> list[Target]:
         """What moves."""
         return [target for target in self.targets if target is not None]
+
+    @property
+    def amount(self) -> float:
+        """What its parts are multiplied by on their way to the parameters; infinite where nobody can read it."""
+        known = not isinstance(self.factor, Tensor) and not isinstance(self.direction.scale, Tensor)
+        return float(-self.moving[0].group["lr"] * self.factor * self.direction.scale) if known else math.inf
+
+    def shares(self) -> list[tuple[Tensor, Tensor]]:
+        """Places in the parameters, and what belongs there; none where a part has no place."""
+        parts = [
+            (part, t.parameter) for part, t in zip(self.direction.parts, self.targets, strict=True) if t is not None
+        ]
+        found = [(part.place(p), part.tensor) for part, p in parts if isinstance(part, Whole)]
+        shares = [(place, tensor) for place, tensor in found if place is not None]
+        return shares if len(shares) == len(parts) else []
 
     def apply(self, state: State, rules: Rules) -> None:
         """Do it."""
@@ -73,6 +92,34 @@ class Preconditioned:
     def _add(self, index: int, to: Tensor, factor: float, terms: Terms, keep: float) -> None:
         with self.block.timed("apply"):
             self.direction.add_to(index, to, self.factor * factor, terms, keep)
+
+
+@dataclass(frozen=True)
+class PreconditionedTogether:
+    """Small layers of one group whose directions are formed."""
+
+    moves: Sequence[Preconditioned]
+
+    @property
+    def moving(self) -> list[Target]:
+        """What moves."""
+        return [target for move in self.moves for target in move.moving]
+
+    def apply(self, state: State, rules: Rules) -> None:
+        """Do it in a few calls for all."""
+        begin, targets, group = time.perf_counter(), self.moving, self.moving[0].group
+        parameters: list[Tensor] = [target.parameter for target in targets]
+        states, decay = [state[p] for p in parameters], decay_of(group, rules.step)
+        keeps = rules.covered.follow_together(parameters, [t.gradient for t in targets], states, group, decay)
+        if any(keep != 1.0 for keep in keeps):
+            torch._foreach_mul_(parameters, keeps)
+        shares = [(share, move.amount) for move in self.moves for share in move.shares()]
+        tensors = [tensor for (_, tensor), _ in shares]
+        torch._foreach_mul_(tensors, [amount for _, amount in shares])
+        torch._foreach_add_([place for (place, _), _ in shares], tensors)
+        each = (time.perf_counter() - begin) / len(self.moves)
+        for move in self.moves:
+            move.block.spent("apply", each)
 
 
 @dataclass(frozen=True)
@@ -117,7 +164,7 @@ class PlainTogether:
         )
 
 
-Move = Preconditioned | Plain | PlainTogether
+Move = Preconditioned | PreconditionedTogether | Plain | PlainTogether
 
 
 def planned(
@@ -136,7 +183,7 @@ def planned(
     """
     covered: set[int] = set()
     held: dict[int, float | None] = {}  # largest RMS of layers that wait for their first basis
-    made: list[Preconditioned] = []
+    setting_out: list[tuple[Block, Group, list[Target | None]]] = []
     for block in blocks:
         group = group_of.get(id(block.weight))
         if group is None or block.retired or not block.weight.requires_grad or block.weight.grad is None:
@@ -145,41 +192,80 @@ def planned(
             held.update((id(p), group["update_clip"]) for p in block.parameters)
             continue
         covered.update(id(p) for p in block.parameters)
-        made.append(_preconditioned(block, group, group_of, state, rules, gate, scratch))
-    return [*_held_together(made, groups[0]["kl_clip"]), *_plain(groups, names, covered, held, state, rules, gate)]
+        targets = _targets(block, group_of)
+        for target in targets:
+            if target is not None:
+                rules.covered.prepare(state[target.parameter], target.parameter, target.group)
+        setting_out.append((block, group, targets))
+    known = _small_courses(setting_out, state, rules)
+    made = [_preconditioned(*each, known, state, rules, gate, scratch) for each in setting_out]
+    moves = _small_together(_held_together(made, groups[0]["kl_clip"]), known)
+    return [*moves, *_plain(groups, names, covered, held, state, rules, gate)]
+
+
+def _targets(block: Block, group_of: Mapping[int, Group]) -> list[Target | None]:
+    """What moves of a layer, in the order of its parameters."""
+    targets: list[Target | None] = []
+    for p in block.parameters:
+        own = group_of.get(id(p))
+        if own is None or p.grad is None:
+            targets.append(None)
+        else:
+            targets.append(Target(p, -p.grad if own["maximize"] else p.grad, own))
+    return targets
+
+
+def _small_courses(
+    setting_out: Iterable[tuple[Block, Group, Sequence[Target | None]]], state: State, rules: Rules
+) -> dict[int, Course]:
+    """Of parameters for which calls cost more than passes over them, by their identity: in a few calls for all."""
+    alike: dict[Any, list[Target]] = {}
+    for block, _, targets in setting_out:
+        for target in targets:
+            if target is not None and block.rowwise is None and _small(target.parameter):
+                alike.setdefault((id(target.group), target.parameter.dtype), []).append(target)
+    known: dict[int, Course] = {}
+    for same in alike.values():
+        states = [state[t.parameter] for t in same]
+        courses = rules.covered.courses([t.parameter for t in same], [t.gradient for t in same], states, same[0].group)
+        if courses is not None:
+            known.update((id(t.parameter), course) for t, course in zip(same, courses, strict=True))
+    return known
+
+
+def _small(p: Tensor) -> bool:
+    return at_once(p) and p.numel() <= SMALL and p.dtype.itemsize > 2 and not p.is_complex()
 
 
 def _preconditioned(
     block: Block,
     group: Group,
-    group_of: Mapping[int, Group],
+    targets: list[Target | None],
+    known: Mapping[int, Course],
     state: State,
     rules: Rules,
     gate: Gate,
     scratch: Scratch,
 ) -> Preconditioned:
-    targets: list[Target | None] = []
     courses: list[Course] = []
     natural = block.rowwise is not None
     mended = []  # where nothing can be read buffers are looked through before they are used
-    for p in block.parameters:
-        own = group_of.get(id(p))
-        if own is None or p.grad is None:
-            targets.append(None)
+    for p, target in zip(block.parameters, targets, strict=True):
+        if target is None:
             # What does not move is no part of the course: its gradient has neither the momentum nor the sign of the others.
             courses.append(Course(torch.zeros_like(p)))
             continue
-        target = Target(p, -p.grad if own["maximize"] else p.grad, own)
-        targets.append(target)
-        rules.covered.prepare(state[p], p, own)
         if not at_once(p):
-            mended.append(_mended(state[p], own, gate))
-        # The weight's course is in memory that the bias's must not overwrite.
-        room = scratch if p is block.weight else Scratch()
-        courses.append(rules.covered.course(p, target.gradient, state[p], own, room, natural))
+            mended.append(_mended(state[p], target.group, gate))
+        course = known.get(id(p))
+        if course is None:
+            # The weight's course is in memory that the bias's must not overwrite.
+            room = scratch if p is block.weight else Scratch()
+            course = rules.covered.course(p, target.gradient, state[p], target.group, room, natural)
+        courses.append(course)
     if block.learns:
-        known = zip(targets, courses, strict=True)
-        block.learn(tuple(course.vector if t is None else t.gradient for t, course in known), group)
+        shown = zip(targets, courses, strict=True)
+        block.learn(tuple(course.vector if t is None else t.gradient for t, course in shown), group)
     spend = courses[0].spend and None not in targets  # what does not move leaves a question to the vector itself
     direction = block.direction(
         tuple(course.vector for course in courses),
@@ -192,7 +278,7 @@ def _preconditioned(
     if limit is not None:
         factor, length = factor * limit, length * limit
     curved = _curved(block, direction, courses, group) if rules.covered.remembers else ()
-    finite = bounded(length * longest(group), block.weight.dtype)
+    finite: Truth = bounded(length * longest(group), block.weight.dtype)
     for _, tensor in curved:
         finite = finite if tensor is None else finite & moderate(tensor, False, longest(group))
     for fact in (*mended, *(course.finite for course in courses)):
@@ -204,8 +290,8 @@ def _preconditioned(
         curved = [
             Curved(share, None if t is None else torch.where(keep, t, torch.zeros_like(t))) for share, t in curved
         ]
-        limit = None if limit is None else limit.nan_to_num(nan=0.0, posinf=0.0)
-        factor = torch.where(keep, factor, torch.zeros_like(length))
+        limit = None if limit is None else torch.as_tensor(limit).nan_to_num(nan=0.0, posinf=0.0)
+        factor = kept(factor, keep)
         # What is not finite would stay in the buffers for good.
         targets = [
             t and replace(t, gradient=torch.where(keep, t.gradient, torch.zeros_like(t.gradient))) for t in targets
@@ -234,31 +320,43 @@ def _origin(courses: Sequence[Course], targets: Sequence[Target]) -> Origin | No
 
 def _scaled(
     direction: Direction, courses: Sequence[Course], targets: Sequence[Target | None], grafts: bool
-) -> tuple[Tensor | float, Tensor]:
+) -> tuple[Number, Number]:
     """What the direction is multiplied by to have the length its rule asks for, and that length."""
     if not grafts:
         return 1.0, direction.norm
     squares = [course.square for course in courses if course.square is not None]
-    length = torch.stack(squares).sum().sqrt() if squares else direction.given()
+    length = root(sum(squares)) if squares else direction.given()
     own = direction.norm
     if None in targets:  # a bias that no group holds is part of what is solved, not of the step
         moving = [index for index, target in enumerate(targets) if target is not None]
         own = direction.norm_of(moving, [course.vector for course in courses])
-    return torch.where(own > 0, length / own, torch.zeros_like(length)), length + 0 * direction.norm
+    return ratio(length, own), length + 0 * direction.norm
 
 
-def _held_together(made: Sequence[Preconditioned], bound: float | None) -> list[Move]:
+def _small_together(made: Sequence[Preconditioned], known: Mapping[int, Course]) -> list[Move]:
+    """Layers whose parameters have known courses and formed directions, those of one group in one go."""
+    alike: dict[Any, list[Preconditioned]] = {}
+    for move in made:
+        kinds = {(id(t.group), t.parameter.dtype) for t in move.moving}
+        fits = len(kinds) == 1 and all(id(t.parameter) in known for t in move.moving)
+        fits = fits and abs(move.amount) <= SAFE[1] and bool(move.shares())
+        alike.setdefault(kinds.pop() if fits else id(move), []).append(move)
+    return [same[0] if len(same) == 1 else PreconditionedTogether(same) for same in alike.values()]
+
+
+def _held_together(made: Sequence[Preconditioned], bound: float | None) -> Sequence[Preconditioned]:
     """The KL clip over all layers."""
     if bound is None or not made:
-        return [*made]
+        return made
     device = made[0].block.weight.device
     terms = []
     for move in made:
         lr = next((target.group["lr"] for target in move.targets if target is not None), 0.0)
         assert move.inner is not None
-        terms.append((lr**2 * move.inner * move.factor**2).to(device))
+        term = lr**2 * move.inner * move.factor * move.factor
+        terms.append(term.to(device) if isinstance(term, Tensor) else term)
     whole = clip.kl_clip(terms, bound)
-    moves: list[Move] = []
+    moves: list[Preconditioned] = []
     for move in made:
         block = move.block
         together = whole.to(block.weight.device)
@@ -314,8 +412,9 @@ def _all_moderate(moves: Sequence[Plain], state: State) -> bool:
         for tensor in (gradient, *(b for b in state[p].values() if isinstance(b, Tensor))):
             tensors.append(tensor)
             limits.append(most(tensor.dtype, squared and tensor is gradient, longest(move.target.group)))
-    peaks = torch._foreach_norm(tensors, float("inf")) if tensors else []
-    return all(peak.item() < limit for peak, limit in zip(peaks, limits, strict=True))  # False for NaN as well
+    # No entry is larger than the length, which takes a tenth of the time of the largest entry.
+    lengths = torch._foreach_norm(tensors) if tensors else []
+    return all(length.item() < limit for length, limit in zip(lengths, limits, strict=True))  # False for NaN as well
 
 
 def _together(moves: Sequence[Plain]) -> list[Move]:
@@ -328,9 +427,9 @@ def _together(moves: Sequence[Plain]) -> list[Move]:
     return [same[0] if len(same) == 1 else PlainTogether(same) for same in alike.values()]
 
 
-def _mended(state: State, group: Group, gate: Gate) -> Tensor | bool:
+def _mended(state: State, group: Group, gate: Gate) -> Truth:
     """Whether all buffers are finite; those that are not become zero."""
-    finite: Tensor | bool = True
+    finite: Truth = True
     for buffer in state.values():
         if isinstance(buffer, Tensor):
             finite = gate.mended(buffer, longest(group)) & finite

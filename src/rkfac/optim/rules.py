@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rkfac.curvature.following import Blend, Mixture
-from rkfac.linalg import SAFE, Terms, at_once
+from rkfac.linalg import SAFE, Number, Terms, Truth, at_once
 from rkfac.optim.clip import within
 from rkfac.optim.gate import moderate
 from rkfac.optim.scratch import Scratch
@@ -31,7 +31,7 @@ Add = Callable[[Tensor, float, Terms, float], object]
 class Curved(NamedTuple):
     """The damped curvature times the step that was taken, for one parameter: `share` times the vector, or a tensor."""
 
-    share: Tensor | float
+    share: Number
     tensor: Tensor | None = None
 
 
@@ -44,9 +44,9 @@ class Course(NamedTuple):
     """
 
     vector: Tensor
-    square: Tensor | None = None
+    square: Number | None = None
     spend: bool = False
-    finite: Tensor | None = None
+    finite: Truth | None = None
     mixture: Mixture | None = None
 
 
@@ -82,11 +82,23 @@ class Rule(ABC):
     ) -> Course:
         """What is to be preconditioned; changes nothing. `natural`: gradient and buffers are preconditioned already."""
 
+    def courses(
+        self, parameters: list[Tensor], gradients: list[Tensor], states: list[State], group: Group
+    ) -> list[Course] | None:
+        """The same for parameters that share their numbers, each in memory of its own; None: there is no quicker way."""
+        return None
+
     @abstractmethod
     def follow(
         self, p: Tensor, gradient: Tensor, state: State, group: Group, decay: float, add: Add, natural: bool
     ) -> None:
         """The step along the preconditioned course."""
+
+    def follow_together(
+        self, parameters: list[Tensor], gradients: list[Tensor], states: list[State], group: Group, decay: float
+    ) -> list[float]:
+        """The same for parameters that `courses` served: each becomes keep * itself - lr * direction; returns the keeps."""
+        raise NotImplementedError("this rule has courses of its own for each parameter")
 
     def remember(self, gradient: Tensor, state: State, group: Group, curved: Curved) -> None:
         """The step was taken; for rules that remember."""
@@ -232,6 +244,40 @@ class SGD(Rule):
             mixture = Mixture(Blend(ahead, ahead * beside), Blend(1.0, momentum))
         return Course(vector if ahead == 1.0 else vector.mul_(ahead), spend=True, mixture=mixture)
 
+    def courses(
+        self, parameters: list[Tensor], gradients: list[Tensor], states: list[State], group: Group
+    ) -> list[Course] | None:
+        """torch's directions without their decay."""
+        momentum, shares = group["momentum"], {state.get("decay_share") for state in states}
+        if not momentum or len(shares) > 1:  # some joined later
+            return None
+        ahead = 1 + momentum if group["nesterov"] else 1.0
+        beside = momentum**2 if group["nesterov"] else momentum
+        buffers, (share,) = [state["momentum_buffer"] for state in states], shares
+        vectors = torch._foreach_mul(buffers, beside)
+        torch._foreach_add_(vectors, gradients, alpha=ahead)
+        if share:
+            torch._foreach_add_(vectors, parameters, alpha=-beside * share)
+        mixture = None
+        if not (share or group["weight_decay"]):
+            mixture = Mixture(Blend(ahead, beside), Blend(1.0, momentum))
+        return [Course(vector, spend=True, mixture=mixture) for vector in vectors]
+
+    def follow_together(
+        self, parameters: list[Tensor], gradients: list[Tensor], states: list[State], group: Group, decay: float
+    ) -> list[float]:
+        """As `follow`."""
+        lr, momentum = float(group["lr"]), group["momentum"]
+        buffers, keeps = [state["momentum_buffer"] for state in states], []
+        torch._foreach_mul_(buffers, momentum)
+        torch._foreach_add_(buffers, gradients)
+        if decay:
+            torch._foreach_add_(buffers, parameters, alpha=decay)
+        for state in states:
+            share = state["decay_share"] = momentum * state["decay_share"] + decay
+            keeps.append(1 - lr * (decay + momentum * share if group["nesterov"] else share))
+        return keeps
+
     def follow(
         self, p: Tensor, gradient: Tensor, state: State, group: Group, decay: float, add: Add, natural: bool
     ) -> None:
@@ -322,6 +368,48 @@ class AdamW(Rule):
         blend = Blend(1 - first, first)
         return Course(mean, length, spend=True, finite=finite, mixture=Mixture(blend, blend))
 
+    def courses(
+        self, parameters: list[Tensor], gradients: list[Tensor], states: list[State], group: Group
+    ) -> list[Course] | None:
+        """First moments, at the lengths of AdamW's directions."""
+        if len(steps := {state["adam_step"] + 1 for state in states}) > 1:  # some joined later
+            return None
+        (first, second), (step,) = group["betas"], steps
+        means = torch._foreach_lerp([state["exp_avg"] for state in states], gradients, 1 - first)
+        squares = torch._foreach_mul([state["exp_avg_sq"] for state in states], second)
+        torch._foreach_addcmul_(squares, gradients, gradients, value=1 - second)
+        # An infinite square would be a step of zero, and stay.
+        finite = [moderate(square, False) for square in squares]
+        torch._foreach_sqrt_(squares)
+        torch._foreach_div_(squares, (1 - second**step) ** 0.5)
+        torch._foreach_add_(squares, group["eps"])
+        steps_of_adam = torch._foreach_div(means, squares)
+        lengths = [length.item() for length in torch._foreach_norm(steps_of_adam)]
+        blend, correction = Blend(1 - first, first), (1 - first**step) ** 2
+        return [
+            Course(
+                mean,
+                (length * length if SAFE[0] < length < SAFE[1] else square_of(vector)) / correction,
+                spend=True,
+                finite=fact,
+                mixture=Mixture(blend, blend),
+            )
+            for mean, vector, length, fact in zip(means, steps_of_adam, lengths, finite, strict=True)
+        ]
+
+    def follow_together(
+        self, parameters: list[Tensor], gradients: list[Tensor], states: list[State], group: Group, decay: float
+    ) -> list[float]:
+        """As `follow`."""
+        (first, second), lr = group["betas"], float(group["lr"])
+        for state in states:
+            state["adam_step"] += 1
+        squares = [state["exp_avg_sq"] for state in states]
+        torch._foreach_lerp_([state["exp_avg"] for state in states], gradients, 1 - first)
+        torch._foreach_mul_(squares, second)
+        torch._foreach_addcmul_(squares, gradients, gradients, value=1 - second)
+        return [1 - lr * decay] * len(parameters)
+
     def follow(
         self, p: Tensor, gradient: Tensor, state: State, group: Group, decay: float, add: Add, natural: bool
     ) -> None:
@@ -344,12 +432,12 @@ def longest(group: Group) -> float:
     return max(1.0, float(group["lr"]) * max(1.0, group["fallback_scale"]))
 
 
-def square_of(vector: Tensor) -> Tensor:
-    """The squared length in float64, whatever the size of the entries."""
+def square_of(vector: Tensor) -> Number:
+    """The squared length, whatever the size of the entries."""
     if not at_once(vector):
         return torch.linalg.vector_norm(vector, dtype=torch.float64).square()
     # Not in 16 bits, in which the length itself would be rounded.
-    length = torch.linalg.vector_norm(vector, dtype=None if vector.dtype.itemsize > 2 else torch.float32).double()
-    if not SAFE[0] < float(length) < SAFE[1]:  # thirty times slower, and seldom needed
-        length = torch.linalg.vector_norm(vector, dtype=torch.float64)
-    return length.square()
+    length = torch.linalg.vector_norm(vector, dtype=None if vector.dtype.itemsize > 2 else torch.float32).item()
+    if not SAFE[0] < length < SAFE[1]:  # thirty times slower, and seldom needed
+        length = torch.linalg.vector_norm(vector, dtype=torch.float64).item()
+    return length * length

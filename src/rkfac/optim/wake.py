@@ -332,7 +332,7 @@ class _Layer:
             p = piece.target.parameter
             self._products[index] = (products[index] / piece.lr).to(state[p]["past"].dtype)
             yield torch.isfinite(piece.theta.to(p.dtype)).all()
-            yield moderate(self._products[index], False)
+            yield torch.as_tensor(moderate(self._products[index], False), device=p.device)
 
     def write(self, state: State, rules: Rules, passed: bool | Tensor) -> None:
         """Move the parameters to where the copies are, and tell the rule."""

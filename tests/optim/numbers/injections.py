@@ -101,9 +101,9 @@ def _direction(where: str, value: float) -> Callable[[Patch, rkfac.KFAC], None]:
         def direction(*args: Any) -> Any:
             made = genuine(*args)
             if where == "scale":
-                return replace(made, scale=torch.full_like(made.scale, value))
+                return replace(made, scale=made.scale * 0 + value)
             spoiled = replace(made.parts[1], tensor=_spoiled(made.parts[1].tensor, value))
-            return replace(made, parts=(made.parts[0], spoiled), length=torch.full_like(made.length, abs(value)))
+            return replace(made, parts=(made.parts[0], spoiled), length=made.length * 0 + abs(value))
 
         patch.setattr(block, "direction", direction)
 
@@ -116,7 +116,7 @@ def _clip(value: float) -> Callable[[Patch, rkfac.KFAC], None]:
 
         def rms_clip(norm: Tensor, entries: int, largest: float | None) -> Tensor | None:
             clip = genuine(norm, entries, largest)
-            return clip if clip is None or entries != size else torch.full_like(clip, value)
+            return clip if clip is None or entries != size else clip * 0 + value
 
         patch.setattr(clips, "rms_clip", rms_clip)
 

@@ -15,6 +15,7 @@ from optim import stated
 from optim.numbers.injections import assert_finite, block_of
 from optim.problems import assert_moved, parameters, reader, same, sentences, step
 from rkfac.optim import clip as clips
+from rkfac.optim import moves
 from rkfac.optim.rules import GRAFTS
 
 EVERY: dict[str, Any] = {"factor_every": 1, "inverse_every": 1}
@@ -42,7 +43,7 @@ def test_absolute_damping_carries_norm_layers_without_curvature(norm: type[nn.Mo
 
 
 @pytest.mark.parametrize("graft", GRAFTS, ids=str)
-@pytest.mark.parametrize("place", ["direction", "clip", "refresh", "course", "prepare"])
+@pytest.mark.parametrize("place", ["direction", "clip", "refresh", "course", "courses", "prepare"])
 @pytest.mark.parametrize("error", [RuntimeError, MemoryError, torch.linalg.LinAlgError])
 def test_an_error_in_the_middle_of_a_step_moves_nothing(
     place: str, graft: Any, error: type[Exception], monkeypatch: pytest.MonkeyPatch
@@ -75,10 +76,14 @@ def test_an_error_in_the_middle_of_a_step_moves_nothing(
         return broken() if len(calls) == 3 else genuine(*args)
 
     with monkeypatch.context() as patch:
-        if place in ("clip", "course", "prepare"):
+        if place == "courses":
+            patch.setattr(GRAFTS[graft], place, broken)
+        elif place in ("clip", "course", "prepare"):
             where, name = (clips, "rms_clip") if place == "clip" else (GRAFTS[graft], place)
             genuine = getattr(where, name)
             patch.setattr(where, name, third)
+            if place == "course":
+                patch.setattr(moves, "SMALL", 0)  # courses of small layers are made together
         else:
             patch.setattr(block, "direction" if place == "direction" else "decompose", broken)
         with pytest.raises(error, match="does not like it"):

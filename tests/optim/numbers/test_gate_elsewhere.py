@@ -14,7 +14,7 @@ from optim import stated
 from optim.numbers.injections import TARGET, UPDATES, assert_finite, injected
 from optim.problems import parameters, reader, sentences, step, twin
 from rkfac.curvature.block import Direction
-from rkfac.linalg import Whole, kronecker, parts
+from rkfac.linalg import Whole, host, kronecker
 from rkfac.optim import clip as clips
 from rkfac.optim import gate, moves, rules
 from rkfac.optim.gate import Gate, bounded, moderate
@@ -23,7 +23,7 @@ from rkfac.optim.gate import Gate, bounded, moderate
 @pytest.fixture
 def _elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """All rooms believe that reading a value would wait for a device; the tensors stay where they are."""
-    for room in (kronecker, parts, gate, moves, rules):
+    for room in (host, kronecker, gate, moves, rules):
         monkeypatch.setattr(room, "at_once", lambda tensor: False)
 
 

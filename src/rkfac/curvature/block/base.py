@@ -23,7 +23,10 @@ from rkfac.curvature.randomness import subset
 from rkfac.curvature.statistics import Statistics
 from rkfac.curvature.stopwatch import Stopwatch
 from rkfac.layers.base import Adapter, Use
-from rkfac.linalg import DecompositionError, Rowwise
+from rkfac.linalg import DecompositionError, Number, Rowwise
+
+BRIEF = 4  # a brief statistic has a fourth of the rows
+LEAST_SAMPLES = 16  # that a call adds though they have more rows than `rows`: half a sample tells nothing
 
 
 class Block(ABC):
@@ -42,12 +45,13 @@ class Block(ABC):
         self.weight = uses[0].weight  # the parameter whose group governs this block
         self.settings = settings
         self.wanted = True
+        self.brief = False  # whether the coming statistic is one of many at the start, for which fewer rows do
         self.retired = ""  # why it is not preconditioned any more
         self.missed = 0  # steps in a row in which statistics were wanted, a gradient came, and no call was seen
         self.failures = 0  # refreshes in a row that failed
         self.penalised = False  # whether its gradient holds more than its calls explain, as a penalty in the loss
         self.rows = 0  # that the layer's gradient was the sum of at the last statistics
-        self.clip: Tensor | None = None
+        self.clip: Number | None = None
         self._stopwatch = Stopwatch(("statistics", "refresh", "apply"))
         self.version = 0  # of the basis: what is derived from it belongs to one version and one damping
         self._adapter = adapter
@@ -173,14 +177,19 @@ class Block(ABC):
     def collect(self, use: Use, x: Tensor, g: Tensor) -> int:
         """Add one call's rows, or some drawn in their place, to the pending moments; returns how many the call has."""
 
-    def draw(self, rows: int, device: torch.device) -> tuple[Tensor | None, float]:
-        """Which of a call's rows are collected (None: all), and how many each of them stands for."""
-        most = self.settings.rows
-        if most is None or rows <= most:
+    def draw(
+        self, count: int, device: torch.device, positions: int = 1, what: str = "rows"
+    ) -> tuple[Tensor | None, float]:
+        """Which of a call's rows, or samples of so many positions, are collected (None: all), and how many each stands for."""
+        if self.settings.rows is None:
+            return None, 1.0
+        most = max(1, self.settings.rows // BRIEF) if self.brief else self.settings.rows
+        most = most if positions == 1 else max(LEAST_SAMPLES, most // positions)
+        if count <= most:
             return None, 1.0
         # Named by what a saved state knows, so that a resumed run draws the same.
-        generator = self.settings.randomness.generator("rows", self.name, self.updates, self.pending.calls)
-        return subset(rows, most, generator).to(device), rows / most
+        generator = self.settings.randomness.generator(what, self.name, self.updates, self.pending.calls)
+        return subset(count, most, generator).to(device), count / most
 
     def statistics(self) -> Statistics:
         """Empty ones, whose moments are one a factor, in the order of `factors`."""
@@ -318,6 +327,10 @@ class Block(ABC):
     follower: Follower | None = None  # of the rows of its coming gradients, for blocks that know how
 
     # --- natural gradients in the backward pass, for blocks that know how
+
+    def spent(self, phase: str, seconds: float) -> None:
+        """Its part of work that was done for several blocks at once."""
+        self._stopwatch.add(phase, seconds)
 
     rowwise: Rowwise | None = None  # what the coming gradients are preconditioned by, row by row, on their way
     natural = False  # whether .grad got natural gradients since the last step

@@ -15,11 +15,8 @@ from rkfac.curvature.block.settings import Group, Settings
 from rkfac.curvature.damping import in_units_of
 from rkfac.curvature.factor import Refreshed
 from rkfac.curvature.factor.base import restored
-from rkfac.curvature.randomness import subset
 from rkfac.layers.base import MAX_CHUNK, KroneckerAdapter, Use
 from rkfac.linalg import Energies, Multipliers, energies, preconditioner
-
-LEAST_SAMPLES = 16  # that a call adds though they have more rows than `rows`: half a sample tells nothing
 
 
 @dataclass(frozen=True)
@@ -38,6 +35,7 @@ class EigenBlock(KroneckerBlock):
     """S = U_G [U_G^T J U_A / (M + l)] U_A^T, and the rests of a truncated basis each with a mean of its own."""
 
     kind = "eigenbasis"
+    may_invert = False
 
     def __init__(self, uses: Sequence[Use], adapter: KroneckerAdapter, settings: Settings) -> None:
         self.method: Eigen = settings.method
@@ -84,7 +82,7 @@ class EigenBlock(KroneckerBlock):
         known = adapter.samples(module, x)
         samples = adapter.count(module, g, sharing) if known is None else known
         positions = rows // samples
-        drawn, weight = self._draw_samples(samples, positions, g.device)
+        drawn, weight = self.draw(samples, g.device, positions, "samples")
         if adapter.diagonal_input():
             tokens = x.flatten() if drawn is None else x.flatten()[drawn]
             lookups = adapter.output_rows(module, x, g, sharing, drawn)
@@ -98,15 +96,6 @@ class EigenBlock(KroneckerBlock):
             if self.settings.loss_average == "tokens":  # then every position has a loss of its own
                 inputs, gradients = (t.flatten(-3, -2).unsqueeze(-2) for t in (inputs, gradients))
             yield energies.of_rows(G, A, gradients, inputs) * weight
-
-    def _draw_samples(self, samples: int, positions: int, device: torch.device) -> tuple[Tensor | None, float]:
-        """Which of a call's samples are squared (None: all), and how many each of them stands for."""
-        most = self.settings.rows
-        few = samples if most is None else max(LEAST_SAMPLES, most // positions)
-        if samples <= few:
-            return None, 1.0
-        name = ("samples", self.name, self.input.updates, self.pending.calls)
-        return subset(samples, few, self.settings.randomness.generator(*name)).to(device), samples / few
 
     def observe(self, use: Use, x: Tensor, g: Tensor, one_pass: Any, terms: int) -> None:
         """Also whether what was squared is finite is read with the rest."""

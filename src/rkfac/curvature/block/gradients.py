@@ -29,6 +29,7 @@ from rkfac.linalg import (
     Sample,
     Whole,
     at_once,
+    number,
     unit_of,
     woodbury,
 )
@@ -191,11 +192,11 @@ class GradientsBlock(Block):
             solved = inverse.solve(J, inside)
             return Direction(
                 tuple(map(Whole, self._tensors(solved, gradients))),
-                unit / damping,
+                number(unit / damping),
                 J.numel(),
-                given=lambda: torch.linalg.vector_norm(J).double() * unit,
-                length=torch.linalg.vector_norm(solved).double(),
-                along=lambda: (solved.double() * J.double()).sum() * unit,
+                given=lambda: number(torch.linalg.vector_norm(J).double() * unit),
+                length=number(torch.linalg.vector_norm(solved).double()),
+                along=lambda: number((solved.double() * J.double()).sum() * unit),
             )
 
     def multiply(self, change: tuple[Tensor, ...], group: Group) -> tuple[Tensor, ...]:
@@ -366,14 +367,15 @@ class ShrunkBlock(Block):
         self, gradients: tuple[Tensor, ...], group: Group, spend: bool = False, origin: Origin | None = None
     ) -> Direction:
         """The gradients themselves, at another length."""
-        unit = unit_of(gradients)
-        dtype = statistics_dtype(self.weight)
+        unit, dtype = unit_of(gradients), statistics_dtype(self.weight)
         parts = [g.to(dtype) / unit.to(dtype) for g in gradients]
-        length = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(part).double() for part in parts]))
-        scale = unit / (1 + group["damping"])
+        true = number(unit)
+        length = number(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(p).double() for p in parts])))
+        scale = true / (1 + group["damping"])
         size = sum(part.numel() for part in parts)
-        given = length * unit
-        return Direction(tuple(map(Whole, parts)), scale, size, lambda: given, length, lambda: length.square() * unit)
+        return Direction(
+            tuple(map(Whole, parts)), scale, size, lambda: length * true, length, lambda: length * length * true
+        )
 
     def multiply(self, change: tuple[Tensor, ...], group: Group) -> tuple[Tensor, ...]:
         """(1 + l) times a change."""

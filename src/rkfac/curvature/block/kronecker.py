@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache, partial
 from typing import Any, ClassVar
 
@@ -18,22 +19,31 @@ from rkfac.curvature.following import Follower, Origin, few
 from rkfac.layers.base import KroneckerAdapter, Use, statistics_dtype
 from rkfac.linalg import (
     SAFE,
+    DecompositionError,
+    Diagonal,
+    Intact,
     Itself,
+    LowRank,
     Multipliers,
+    Number,
     Part,
     Preconditioner,
     Rowwise,
     Seer,
     Whole,
     at_once,
+    inverses,
+    number,
     peak,
     preconditioner,
+    root,
     unit_of,
 )
 
 ROWS_A_RANK = 32  # an automatic rank is a 32nd of the batch at most: applied, a twentieth of forward and backward
 LEAST_AFFORDABLE = 32  # fewer were worse on the digits (docs/performance.md)
 SMALL_LAYER = 40_000  # entries of a weight below which operations cost more than the flops of any rank
+INVERTED = 5.2e7  # flops that applying two whole inverses may take: up to there no thin product on a CPU is quicker
 
 
 class KroneckerBlock(Block):
@@ -113,13 +123,30 @@ class KroneckerBlock(Block):
     def decompose(self, group: Group) -> None:
         """Both factors; nothing changes if either fails."""
         rule, damping = self.settings.damping, group["damping"]
-        made = []
-        for side, own, other in (("input", self.input, self.output), ("output", self.output, self.input)):
-            in_force = rule.in_force(damping, own, other)
-            request = self.settings.request(group, self.name, side, self.version, in_force, self._affordable)
-            made.append(self._adopted(own.refresh(request)))
-        for factor, refreshed in zip((self.input, self.output), made, strict=True):
+        sides = (("input", self.input, self.output), ("output", self.output, self.input))
+        asked = [
+            (own, self.settings.request(group, self.name, side, self.version, in_force, self._affordable))
+            for side, own, other in sides
+            for in_force in (rule.in_force(damping, own, other),)
+        ]
+        if self._inverts and all(request.strategy.keeps_all(request) for _, request in asked):
+            made = [own.intact(request) for own, request in asked]
+        else:
+            made = [None]
+        if None in made:
+            made = [self._adopted(own.refresh(request)) for own, request in asked]
+        for (factor, _), refreshed in zip(asked, made, strict=True):
+            assert refreshed is not None
             factor.adopt(refreshed)
+
+    may_invert: ClassVar[bool] = True  # whether damped inverses of small factors can stand for their eigenpairs
+
+    @property
+    def _inverts(self) -> bool:
+        """Whether the damped inverses of both factors are all that is wanted of them, and cheap enough to be applied."""
+        d_G, d_A = self.output.shape[-1], self.input.shape[-1]
+        wanted = self.may_invert and not self.settings.backward and self.settings.damping.inverts
+        return wanted and at_once(self.weight) and 2 * d_G * d_A * (d_G + d_A) <= INVERTED
 
     def _adopted(self, refreshed: Refreshed[Any]) -> Refreshed[Any]:
         """What is used of a finished decomposition."""
@@ -139,12 +166,18 @@ class KroneckerBlock(Block):
         """The damped inverse, made once for a basis, a damping and a memory layout of the weight."""
         key = (self.version, float(group["damping"]), self.weight.device, self.weight.stride())
         if self._prepared is None or self._prepared[0] != key:
-            multipliers = self._multipliers(key[1])
             low, columns = self.input.low, self.adapter.columns(self.module)
             if columns is not None:
                 low = low.permuted(torch.cat([columns, columns.new_tensor([len(columns)])]) if self.bias else columns)
-            self._prepared = (key, preconditioner(low, self.output.low, multipliers))
+            self._prepared = (key, self._preconditioner(low, self.output.low, key[1]))
         return self._prepared[1]
+
+    def _preconditioner(self, A: LowRank | Diagonal, G: LowRank, damping: float) -> Preconditioner:
+        if isinstance(A, Intact) and isinstance(G, Intact) and at_once(G.matrix):
+            of_A, of_G = (float(share) for share in self.settings.damping.shares(damping, self.input, self.output))
+            with suppress(DecompositionError):  # a damping that was lowered since the refresh: their eigenpairs tell
+                return inverses(A, G, of_A, of_G, lambda: self._multipliers(damping))
+        return preconditioner(A, G, self._multipliers(damping))
 
     def _multipliers(self, damping: float) -> Multipliers:
         """What the damped inverse does to the four blocks of a gradient."""
@@ -171,7 +204,7 @@ class KroneckerBlock(Block):
                 solution.scale,
                 sum(g.numel() for g in gradients),
                 given=lambda: solution.given,
-                length=solution.square.sqrt(),
+                length=root(solution.square),
                 along=lambda: solution.inner() * solution.size,
             )
 
@@ -257,21 +290,21 @@ class KroneckerBlock(Block):
 
     def _arrived(self, gradients: tuple[Tensor, ...], rowwise: Rowwise, seer: Seer | None) -> Direction:
         """The gradients are the direction; their length before is asked for where a step shall have it."""
-        one = torch.ones((), dtype=torch.float64, device=self.weight.device)
-        vectors, true, length = [g.to(rowwise.dtype) for g in gradients], one, _length(gradients)
-        if not at_once(length) or not SAFE[0] < float(length) < SAFE[1]:
-            true, seer = unit_of(gradients), None
+        vectors, length = [g.to(rowwise.dtype) for g in gradients], _length(gradients)
+        true: Number = 1.0
+        if isinstance(length, Tensor) or not SAFE[0] < length < SAFE[1]:
+            true, seer = number(unit_of(gradients)), None
             vectors = [(g / true).to(rowwise.dtype) for g in gradients]
             length = _length(vectors)
         bias = vectors[1] if len(vectors) > 1 else None
-        known = cache(lambda: rowwise.projections(vectors[0], bias, length.square(), seer))
+        known = cache(lambda: rowwise.projections(vectors[0], bias, length * length, seer))
         return Direction(
-            tuple(Itself(one) for _ in gradients),
+            tuple(Itself() for _ in gradients),
             rowwise.scale,
             sum(g.numel() for g in gradients),
-            given=lambda: rowwise.before(known()).sqrt() * true,
+            given=lambda: root(rowwise.before(known())) * true,
             length=length * true,
-            along=lambda: rowwise.inner(known()) * true.square(),
+            along=lambda: rowwise.inner(known()) * true * true,
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -329,6 +362,6 @@ def kronecker_of(use: Use) -> KroneckerAdapter:
     return use.adapter
 
 
-def _length(tensors: Sequence[Tensor]) -> Tensor:
-    """Of all of them together, in float64."""
-    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(t).double() for t in tensors]))
+def _length(tensors: Sequence[Tensor]) -> Number:
+    """Of all of them together."""
+    return number(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(t).double() for t in tensors])))

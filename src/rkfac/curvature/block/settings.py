@@ -53,6 +53,10 @@ class Settings:
         """
         return step % period == 0 or (self.eager_start and step < YOUNG)
 
+    def brief(self, step: int, period: int) -> bool:
+        """Whether a statistic is due only because all are while young: many come one after the other, and few rows do."""
+        return self.eager_start and step < YOUNG and step % period != 0
+
     def request(
         self, group: Group, layer: str, side: str, number: int, damping: tuple[float, bool], affordable: int | None
     ) -> Request:

@@ -16,7 +16,7 @@ from rkfac.curvature.decompose import Exact
 from rkfac.curvature.factor import DenseFactor, Factor
 from rkfac.curvature.following import Origin
 from rkfac.layers.base import UnitAdapter, Use, statistics_dtype
-from rkfac.linalg import Whole
+from rkfac.linalg import Whole, number, size_of
 
 
 class UnitBlock(Block):
@@ -48,7 +48,7 @@ class UnitBlock(Block):
         """Gradients of scale and shift, a row a sample."""
         sharing = self.settings.weight_sharing
         rows = self.adapter.count(self.module, g, sharing)
-        drawn, weight = self.draw(rows, g.device)
+        drawn, weight = self.draw(rows, g.device, g.numel() // (rows * self.width(use)))
         u = self.adapter.unit_gradients(self.module, x, g, sharing, drawn)  # (n, units, k)
         self.pending.moments[0].add(u.transpose(0, 1), weight, source=g)
         return rows
@@ -60,12 +60,12 @@ class UnitBlock(Block):
         self.factor.adopt(self.factor.refresh(replace(request, strategy=Exact())))
 
     def _inverse(self, group: Group) -> Tensor:
-        """The damped inverse blocks, made once for a basis and a damping."""
+        """The damped inverse blocks (k, k, units), made once for a basis and a damping."""
         key = (self.version, float(group["damping"]), self.weight.device)
         if self._prepared is None or self._prepared[0] != key:
             low, damping = self.factor.low, self.settings.damping.unit(key[1], self.factor)
             U, powers = low.U.double(), (low.s + damping) ** self.settings.damping.power
-            self._prepared = (key, (U * powers[..., None, :]) @ U.mT)
+            self._prepared = (key, ((U * powers[..., None, :]) @ U.mT).permute(1, 2, 0).contiguous())
         return self._prepared[1]
 
     def direction(
@@ -74,20 +74,20 @@ class UnitBlock(Block):
         """Small solves, all units at once and in float64."""
         with self.timed("apply"):
             self._follow()
-            stacked = torch.stack([g.flatten() for g in gradients], dim=-1).double()[..., None]  # (units, k, 1)
-            solved = (self._inverse(group) @ stacked).squeeze(-1)
-            peak = solved.abs().amax()
-            scale = torch.where(peak > 0, peak, torch.ones_like(peak))
-            dtype = statistics_dtype(self.weight)
+            stacked = torch.stack([g.flatten() for g in gradients]).double()  # (k, units)
+            solved = (self._inverse(group) * stacked).sum(1)
+            length = number(torch.linalg.vector_norm(solved))
+            scale = size_of(length)
             solved = solved / scale
-            parts = tuple(Whole(solved[:, i].to(dtype).reshape(g.shape)) for i, g in enumerate(gradients))
+            dtype = statistics_dtype(self.weight)
+            parts = tuple(Whole(share.reshape(g.shape)) for share, g in zip(solved.to(dtype), gradients, strict=True))
             return Direction(
                 parts,
                 scale,
                 solved.numel(),
-                given=lambda: torch.linalg.vector_norm(stacked),
-                length=torch.linalg.vector_norm(solved),
-                along=lambda: (solved * stacked.squeeze(-1)).sum(),
+                given=lambda: number(torch.linalg.vector_norm(stacked)),
+                length=length / scale,
+                along=lambda: number((solved * stacked).sum()),
             )
 
     def multiply(self, change: tuple[Tensor, ...], group: Group) -> tuple[Tensor, ...]:

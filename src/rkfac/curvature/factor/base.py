@@ -145,6 +145,10 @@ class Factor(ABC, Generic[Low]):
     def refresh(self, request: Request) -> Refreshed[Low]:
         """Decompose the average anew; changes nothing. Raises DecompositionError when that fails."""
 
+    def intact(self, request: Request) -> Refreshed[Any] | None:
+        """The average as it is in a decomposition's place, where its damped inverse is all that is wanted; None: it is not."""
+        return None
+
     @property
     @abstractmethod
     def refresh_cost(self) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 from rkfac.curvature.decompose import Request
 from rkfac.curvature.factor.base import Refreshed, restored
 from rkfac.curvature.factor.lowrank import LowRankFactor
-from rkfac.linalg import LowRank
+from rkfac.linalg import DecompositionError, Intact, LowRank
 from rkfac.linalg.symmetric import folded, folded_shape, mirrored, strip_elements, strips_of, unfolded
 
 SMALL_DAMPING = 5e-4  # in units of the largest eigenvalue: below it a refresh works and keeps its basis in float64
@@ -60,6 +60,22 @@ class DenseFactor(LowRankFactor):
         low = request.strategy.decompose(request)
         low = low.shifted(0.0 if self.start.sketched else identity, scale=unit)
         return self._made(low)
+
+    def intact(self, request: Request) -> Refreshed[LowRank] | None:
+        """Unless the damping is so small that more digits than these would be needed."""
+        if len(self.shape) > 1 or request.relative:
+            return None
+        unit, identity, matrix = 2.0**self._exponent, self._identity, self._whole()
+        if self._ill_conditioned(
+            replace(request, matrix=matrix, offset=identity / unit, damping=request.damping / unit)
+        ):
+            return None
+        low, trace = Intact(matrix, unit, identity, request.name), self.trace()
+        try:
+            low.damped_inverse(request.damping)
+        except DecompositionError:
+            return None
+        return Refreshed(low, trace / self.shape[-1], torch.ones_like(trace))
 
     def _ill_conditioned(self, request: Request) -> bool:
         """Whether the damping in force is so small that eigenvectors of float32 are not good enough for it."""
