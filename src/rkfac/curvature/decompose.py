@@ -248,8 +248,8 @@ class Auto(Decomposition):
         return (Exact() if exact else self.large).decompose(request)
 
     def keeps_all(self, request: Request) -> bool:
-        """Where it is exact, or as `large` does."""
-        return True if self.exact_up_to is None else self.large.keeps_all(request)
+        """As `large` does."""
+        return self.large.keeps_all(request)
 
     def most(self, rank: int | str) -> int | None:
         """What `large` keeps."""

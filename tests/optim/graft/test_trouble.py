@@ -21,6 +21,7 @@ from optim.graft.by_hand import Watched, cosine, joined
 from optim.numbers.injections import assert_finite
 from optim.problems import assert_moved, mlp, parameters, reader, rows, same, sentences, step, train, twin
 from rkfac import linalg
+from rkfac.linalg import lapack
 from rkfac.optim.rules import square_of
 
 EVERY: dict[str, Any] = {"factor_every": 1, "inverse_every": 1, "damping": 0.05, "relative_to": "mean"}
@@ -34,17 +35,21 @@ each_graft = pytest.mark.parametrize("graft", TORCH)
 
 @contextmanager
 def failing(monkeypatch: pytest.MonkeyPatch, layer: str) -> Iterator[None]:
-    """The eigensolver gives up on one layer."""
-    exact = linalg.eigh
+    """Solvers give up on one layer."""
+    exact, inverted = linalg.eigh, lapack.definite_inverse
 
     def eigh(X: Tensor, *rest: Any, name: str = "", **keywords: Any) -> Any:
         if f"factor of {layer!r}" in name:
             raise linalg.DecompositionError(f"{name} did not converge")
         return exact(X, *rest, name=name, **keywords)
 
+    def inverse(C: Tensor, name: str) -> Tensor | None:
+        return None if f"factor of {layer!r}" in name else inverted(C, name)
+
     with monkeypatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         patch.setattr(linalg, "eigh", eigh)
+        patch.setattr(lapack, "definite_inverse", inverse)
         yield
 
 

@@ -421,7 +421,7 @@ class Block(ABC):
         own = {"factors": sum(f.nbytes for f in factors), "basis": sum(f.basis_nbytes for f in factors)}
         if self.pace is not None:  # the younger snapshot is the basis in use
             kept = [t for old in self.pace.seen[1:] for side in self._packed(old).values() for t in side.values()]
-            own["snapshots"] = sum(t.nbytes for t in kept if t is not None)
+            own["snapshots"] = sum(t.nbytes for t in kept if isinstance(t, Tensor))
         return own
 
     def timed(self, phase: str) -> AbstractContextManager[None]:
