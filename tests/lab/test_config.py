@@ -86,7 +86,7 @@ def test_resolve_fills_in_the_workload_and_twice_is_once():
     assert resolved.epochs == workload.epochs
     assert resolved.batch_size == workload.batch_size
     assert resolved.optimizer.arguments == {**workload.defaults["sgd"], "lr": 0.5}
-    assert (resolved.lr_shape, resolved.evaluate_steps) == ("linear", 49)
+    assert (resolved.lr_shape, resolved.evaluate_steps) == ("linear", 28)
     assert config.resolve(resolved) == resolved
 
 

@@ -160,14 +160,14 @@ def test_budgets_and_evaluations():
     steps = {name: (find(name).epochs, find(name).evaluate_steps) for name in NAMES}
     assert steps == {
         "digits-mlp": (15, None),
-        "digits-autoencoder": (40, None),
-        "fashion-autoencoder": (5, 30),
-        "fashion-widemlp": (4, 47),
+        "digits-autoencoder": (40, 7),
+        "fashion-autoencoder": (5, 15),
+        "fashion-widemlp": (4, 24),
         "cifar10-vgg16bn": (50, None),
-        "cifar10-vgg-small": (4, 49),
-        "cifar10-mini": (4, 49),
-        "cifar10-resnet-small": (5, 49),
-        "text-transformer": (1, 20),
+        "cifar10-vgg-small": (4, 28),
+        "cifar10-mini": (4, 28),
+        "cifar10-resnet-small": (5, 28),
+        "text-transformer": (1, 10),
     }
     shapes = {workload.lr_shape for name, workload in WORKLOADS.items() if name != "cifar10-vgg16bn"}
     assert shapes == {"linear"}
