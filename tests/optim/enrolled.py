@@ -111,9 +111,9 @@ VARIANTS: dict[str, Enrolled] = {
         lacks=frozenset({"rank", "free direction", "layers apart", "steps without hooks", "reentrant checkpoints"}),
         forgets={"inner": rkfac.InnerSteps(steps=3, networks=1, weight=1.0)},
     ),
-    # Everything that is drawn or replaced is, in layers this small.
+    # Everything that is drawn or replaced is, in layers this small; damped as published, for steps of their own length.
     "SENG-published": _enrolled_seng(
-        columns=3, explicit_up_to=60, positions=2, scaling="published", product="published", graft=None
+        columns=3, explicit_up_to=60, positions=2, scaling="published", product="published", graft=None, damping=0.5
     ),
 }
 
