@@ -508,3 +508,45 @@ def test_thirty_steps_agree_with_numpy(sketch: str, damping: float, unit: Any) -
         for (weight, bias), layer in zip(expected, layers.values(), strict=True):
             np.testing.assert_allclose(layer.weight.detach().numpy(), weight, rtol=0, atol=1e-8)
             np.testing.assert_allclose(layer.bias.detach().numpy(), bias, rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("graft", [None, "sgd", "adamw"])
+@pytest.mark.parametrize("columns", [None, 3])
+@pytest.mark.parametrize("scaling", ["unbiased", "published"])
+def test_a_thin_product_is_added_as_it_is(
+    bias: bool, graft: str | None, columns: int | None, scaling: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The published product has the rank of a sample: no step is formed, and it is the same step."""
+    from rkfac.curvature.block.gradients import LayerGradients
+
+    made: list[bool] = []
+    genuine = LayerGradients._thin
+
+    def noted(self: LayerGradients, *args: Any) -> Any:
+        found = genuine(self, *args)
+        made.append(found is not None)
+        return found
+
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(6, 9, bias=bias), nn.Tanh(), nn.Linear(9, 4, bias=bias)).double()
+    other = twin(model)
+    keywords = {"product": "published", "explicit_up_to": 0, "columns": columns, "scaling": scaling, "graft": graft}
+    batches = [(torch.randn(12, 6, dtype=torch.float64), torch.randint(4, (12,))) for _ in range(5)]
+
+    def run(model: nn.Module) -> None:
+        momentum = {} if graft == "adamw" else {"momentum": 0.9}
+        optimizer = rkfac.SENG(model, lr=0.01, inverse_every=2, damping=0.5, **keywords, **momentum)
+        for x, y in batches:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+
+    monkeypatch.setattr(LayerGradients, "_thin", noted)
+    run(model)
+    assert len(made) == 10
+    assert any(made)
+    monkeypatch.setattr(LayerGradients, "_thin", lambda *_: None)
+    run(other)
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-11)

@@ -5,12 +5,12 @@ from rkfac.linalg.energies import Energies
 from rkfac.linalg.exact import eigh, of_columns
 from rkfac.linalg.host import Number, Truth, add_multiple, at_once, kept, number, ratio, root, size_of
 from rkfac.linalg.intact import Intact
-from rkfac.linalg.kronecker import Preconditioner, Seer, Solution, inverses, preconditioner
+from rkfac.linalg.kronecker import MEASURED, Preconditioner, Seer, Solution, inverses, preconditioner
 from rkfac.linalg.lowrank import LowRank
 from rkfac.linalg.multipliers import Diagonal, Multipliers, factored, product
 from rkfac.linalg.online import correct, online_update
 from rkfac.linalg.orthonormal import orthonormal
-from rkfac.linalg.parts import Itself, Part, Terms, Whole
+from rkfac.linalg.parts import Corrected, Itself, Part, Terms, Whole, shares_memory
 from rkfac.linalg.persample import Everything, Formed, Grid, Outer, Places, Rows, Sample, Woodbury, woodbury
 from rkfac.linalg.rank import adaptive, inverse_error, probe_error, sufficient_rank, trace_error
 from rkfac.linalg.rowwise import Rowwise
@@ -20,7 +20,9 @@ from rkfac.linalg.sketch import nystrom, rsvd, srevd
 
 __all__ = [
     "AGREEMENT",
+    "MEASURED",
     "SAFE",
+    "Corrected",
     "DecompositionError",
     "Diagonal",
     "Energies",
@@ -68,6 +70,7 @@ __all__ = [
     "ratio",
     "root",
     "rsvd",
+    "shares_memory",
     "size_of",
     "srevd",
     "sufficient_rank",

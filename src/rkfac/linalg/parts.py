@@ -55,7 +55,7 @@ class Whole(Part):
         if keep != 1.0:
             target.mul_(keep)
         into = self.matrix(target)
-        if not _shares_memory(into, target):
+        if not shares_memory(into, target):
             whole = _room(target, self.tensor.dtype, self.matrix)
             self.add_to(whole, amount, terms)
             target.add_(whole.to(target.dtype))
@@ -67,7 +67,7 @@ class Whole(Part):
     def place(self, target: Tensor) -> Tensor | None:
         """Where its entries belong in a tensor like the parameter; None: it is not of that precision, or has no such view."""
         into = self.matrix(target)
-        return into if target.dtype == self.tensor.dtype and _shares_memory(into, target) else None
+        return into if target.dtype == self.tensor.dtype and shares_memory(into, target) else None
 
     def masked(self, keep: Tensor) -> Whole:
         """Zero, or the same."""
@@ -118,11 +118,11 @@ class Corrected(Part):
         """The thin product first, then J: nothing of the target's size is made on the way."""
         dtype, into = self.left.dtype, self.matrix(target)
         if (
-            target.dtype != dtype and into.ndim == 2 and _shares_memory(into, target)
+            target.dtype != dtype and into.ndim == 2 and shares_memory(into, target)
         ):  # weights of 16 bits, a basis of 64
             self._add_in_panels(into, amount, terms, keep)
             return
-        if target.dtype != dtype or not _shares_memory(into, target):  # groups of these, odd strides
+        if target.dtype != dtype or not shares_memory(into, target):  # groups of these, odd strides
             whole = _room(target, dtype, self.matrix)
             self.add_to(whole, amount, terms)
             target.mul_(keep).add_(whole.to(target.dtype))
@@ -166,11 +166,11 @@ class Corrected(Part):
 def _room(like: Tensor, dtype: torch.dtype, matrix: Callable[[Tensor], Tensor]) -> Tensor:
     """Zeros in the shape of a tensor that `matrix` can view: in the usual order of dimensions, or with channels last."""
     plain = torch.zeros(like.shape, dtype=dtype, device=like.device)
-    if _shares_memory(matrix(plain), plain):
+    if shares_memory(matrix(plain), plain):
         return plain
     return torch.zeros(like.movedim(1, -1).shape, dtype=dtype, device=like.device).movedim(-1, 1)
 
 
-def _shares_memory(view: Tensor, tensor: Tensor) -> bool:
+def shares_memory(view: Tensor, tensor: Tensor) -> bool:
     """Whether writing into what was meant as a view writes into the tensor: reshaping may have made a copy."""
     return view.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()

@@ -127,8 +127,8 @@ class Outer(Rows):
         made = self.G.mT @ self.X  # (c, n, dg, da)
         return Formed(made.transpose(0, 1).reshape(self.G.shape[1], -1), self.shape)
 
-    def mixed(self, b: Float[Tensor, " n"], onto: Tensor) -> Tensor:
-        """The published stand-in for `back`, 2 s d_G d_A flops: exact for one sample, and for samples all alike.
+    def mixed(self, b: Float[Tensor, " n"]) -> tuple[Float[Tensor, "c dg s"], Float[Tensor, "c s da"]]:
+        """The published stand-in for U^T b as a product of rank s: exact for one sample, and for samples all alike.
 
         (sum_n |b_n|^1/2 G_n) (sum_n b_n X_n)^T / sum_m |b_m|^1/2.
         """
@@ -136,7 +136,7 @@ class Outer(Rows):
         total = root.sum()
         left = torch.einsum("n,cnsg->csg", root, self.G)
         right = torch.einsum("n,cnsa->csa", b / torch.where(total > 0, total, torch.ones_like(total)), self.X)
-        return torch.baddbmm(onto, left.mT, right)
+        return left.mT, right
 
     def shortened(self, positions: int, name: str) -> Outer:
         """At most so many positions a sample: the leading singular directions of each G_n."""
@@ -159,8 +159,8 @@ class Sample(ABC):
         """The sampled rows."""
 
     @abstractmethod
-    def pick(self, J: Tensor) -> Tensor:
-        """The same entries of a gradient."""
+    def pick(self, J: Tensor, j: Tensor | None = None) -> Tensor:
+        """The same entries of a gradient (c, d_G, d_A), whose last column may be apart from it (c, d_G)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,9 +171,9 @@ class Everything(Sample):
         """All."""
         return rows
 
-    def pick(self, J: Tensor) -> Tensor:
+    def pick(self, J: Tensor, j: Tensor | None = None) -> Tensor:
         """All."""
-        return J
+        return _joined(J, j)
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,9 +186,9 @@ class Places(Sample):
         """(n, places)."""
         return rows.columns(self.places)
 
-    def pick(self, J: Tensor) -> Tensor:
+    def pick(self, J: Tensor, j: Tensor | None = None) -> Tensor:
         """(places,)."""
-        return J.flatten()[self.places]
+        return _joined(J, j).flatten()[self.places]
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,9 +203,11 @@ class Grid(Sample):
         assert isinstance(rows, Outer), "rows that are formed are sampled by their entries"
         return rows.grid(self.i, self.j)
 
-    def pick(self, J: Tensor) -> Tensor:
-        """(c, i, j)."""
-        J = J if self.i is None else J[:, self.i]
+    def pick(self, J: Tensor, j: Tensor | None = None) -> Tensor:
+        """(c, i, j); a few rows first, so that nothing of the gradient's size is made."""
+        if self.i is not None:
+            J, j = J[:, self.i], None if j is None else j[:, self.i]
+        J = _joined(J, j)
         return J if self.j is None else J[..., self.j]
 
 
@@ -230,14 +232,18 @@ class Woodbury:
 
     def solve(self, J: Tensor, damping: Tensor) -> Tensor:
         """l times the solution; `damping` is the one inside of (l I + K)^-1, one float64 number."""
-        b = -self._b(J, damping).to(J.dtype)
         if self.mixed:
-            assert isinstance(self.rows, Outer), "rows that are formed are not mixed"
-            return self.rows.mixed(b, J)
-        return self.rows.back(b, J)
+            return torch.baddbmm(J, *self.thin(J, None, damping))
+        return self.rows.back(-self._b(J, None, damping).to(J.dtype), J)
 
-    def _b(self, J: Tensor, damping: Tensor) -> Tensor:
-        r = self.seen.times(self.sample.pick(J)).double() * self.share
+    def thin(self, J: Tensor, j: Tensor | None, damping: Tensor) -> tuple[Tensor, Tensor]:
+        """What is added to [J | j] for l times the solution, as the product of two thin matrices; of mixed samples."""
+        assert self.mixed
+        assert isinstance(self.rows, Outer), "rows that are formed are not mixed"
+        return self.rows.mixed(-self._b(J, j, damping).to(J.dtype))
+
+    def _b(self, J: Tensor, j: Tensor | None, damping: Tensor) -> Tensor:
+        r = self.seen.times(self.sample.pick(J, j)).double() * self.share
         # What rounding cannot tell from zero counts as zero: there r would be rounding alone.
         least = len(r) * torch.finfo(J.dtype).eps * self.values[0]
         inverse = torch.where(self.values > least, 1 / (self.values + damping), torch.zeros_like(self.values))
@@ -246,6 +252,10 @@ class Woodbury:
     def multiply(self, D: Tensor) -> Tensor:
         """U^T U D, of all entries."""
         return self.rows.back(self.rows.times(D), torch.zeros_like(D))
+
+
+def _joined(J: Tensor, j: Tensor | None) -> Tensor:
+    return J if j is None else torch.cat([J, j[..., None]], dim=-1)
 
 
 def woodbury(rows: Rows, sample: Sample, mixed: bool, name: str) -> Woodbury:

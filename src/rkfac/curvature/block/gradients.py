@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,16 +21,21 @@ from rkfac.curvature.samples import FormedPiece, Gathered, OuterPiece, Piece, un
 from rkfac.curvature.statistics import Statistics
 from rkfac.layers.base import MAX_CHUNK, Adapter, KroneckerAdapter, UnitAdapter, Use, statistics_dtype
 from rkfac.linalg import (
+    MEASURED,
     SAFE,
+    Corrected,
     Everything,
     Grid,
     Outer,
+    Part,
     Places,
     Rows,
     Sample,
     Whole,
+    Woodbury,
     at_once,
     number,
+    shares_memory,
     unit_of,
     woodbury,
 )
@@ -182,8 +188,12 @@ class GradientsBlock(Block):
             self._follow()
             assert self._basis is not None
             in_units, damping = self._damping(group)
-            inverse, unit = self._basis.inverse, unit_of(gradients)
+            inverse = self._basis.inverse
             inside = in_units / inverse.share if self.sketch.scaling == "published" else in_units
+            thin = self._thin(gradients, inverse, inside, damping) if inverse.mixed else None
+            if thin is not None:
+                return thin
+            unit = unit_of(gradients)
             J = self._matrix(gradients, statistics_dtype(self.weight))
             if at_once(unit) and SAFE[0] < float(unit) < SAFE[1]:
                 unit = torch.ones_like(unit)
@@ -198,6 +208,12 @@ class GradientsBlock(Block):
                 length=number(torch.linalg.vector_norm(solved).double()),
                 along=lambda: number((solved.double() * J.double()).sum() * unit),
             )
+
+    def _thin(
+        self, gradients: Sequence[Tensor], inverse: Woodbury, inside: Tensor, damping: Tensor
+    ) -> Direction | None:
+        """The same where U^T b is a product of thin matrices, without a tensor of the weight's size; None: it takes one."""
+        return None
 
     def multiply(self, change: tuple[Tensor, ...], group: Group) -> tuple[Tensor, ...]:
         """(F + l I) times a change, with all entries of F's rows."""
@@ -293,6 +309,38 @@ class LayerGradients(GradientsBlock):
 
     def _tensors(self, matrix: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
         return self.adapter.parted(self.module, matrix if self.shape[0] > 1 else matrix[0], like)
+
+    def _thin(
+        self, gradients: Sequence[Tensor], inverse: Woodbury, inside: Tensor, damping: Tensor
+    ) -> Direction | None:
+        dtype, matrix = statistics_dtype(self.weight), partial(self.adapter.matrix, self.module)
+        J = matrix(gradients[0])
+        if self.shape[0] > 1 or not at_once(J) or J.dtype != dtype or not shares_memory(J, gradients[0]):
+            return None
+        j = gradients[1] if self.bias else None
+        given = math.sqrt(sum(torch.linalg.vector_norm(g).item() ** 2 for g in gradients))
+        if not SAFE[0] < given < SAFE[1]:
+            return None
+        left, right = (t[0] for t in inverse.thin(J[None], None if j is None else j[None], inside))
+        seen = left.mT @ J
+        inner = (seen * right[:, : J.shape[1]]).sum().item()  # <J, left @ right>
+        if j is not None:
+            inner += (left.mT @ j * right[:, -1]).sum().item()
+        own = ((left.mT @ left) * (right @ right.mT)).double().sum().item()
+        square = given * given + 2 * inner + own
+        if not square > MEASURED * given * given:  # a difference of large numbers, or none of them
+            return None
+        parts: tuple[Part, ...] = (Corrected(matrix, 1.0, None, left, right[:, : J.shape[1]]),)
+        if j is not None:
+            parts = (*parts, Whole(torch.addmv(j, left, right[:, -1])))
+        return Direction(
+            parts,
+            1 / damping.item(),
+            J.numel() + (0 if j is None else j.numel()),
+            given=lambda: given,
+            length=math.sqrt(square),
+            along=lambda: given * given + inner,
+        )
 
 
 class NormGradients(GradientsBlock):
