@@ -39,8 +39,9 @@ from optim.test_trajectory import batches, network, weights_and_biases
 from oracles import numpy_kldwrm
 from rkfac.curvature.fisher import Likelihood
 from rkfac.curvature.randomness import repeated
-from rkfac.linalg import host, kronecker
-from rkfac.optim import gate, moves, rules
+from rkfac.linalg import host, kronecker, measured
+from rkfac.optim import gate, planning
+from rkfac.optim.rules import base as rules
 from rkfac.optim.wake import NAME
 
 RHO, DAMPING = 0.6, 0.3
@@ -637,7 +638,7 @@ def test_inner_steps_that_are_not_finite_leave_the_step_of_q() -> None:
 
 
 def test_elsewhere_than_on_a_cpu_nothing_waits_and_the_step_of_q_stands(monkeypatch: pytest.MonkeyPatch) -> None:
-    for room in (host, kronecker, gate, moves, rules):
+    for room in (host, kronecker, measured, gate, planning, rules):
         monkeypatch.setattr(room, "at_once", lambda tensor: False)
     model = mlp()
     other, data = twin(model), [rows() for _ in range(4)]
@@ -659,7 +660,7 @@ def test_elsewhere_the_steps_are_the_same(monkeypatch: pytest.MonkeyPatch) -> No
     model = reader()
     other, data = twin(model), [sentences() for _ in range(4)]
     train(other, exact(other, EARLY, lr=0.1, **EVERY), data)
-    for room in (host, kronecker, gate, moves, rules):
+    for room in (host, kronecker, measured, gate, planning, rules):
         monkeypatch.setattr(room, "at_once", lambda tensor: False)
     train(model, exact(model, EARLY, lr=0.1, **EVERY), data)
     assert_same_parameters(model, other)

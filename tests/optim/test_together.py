@@ -23,7 +23,7 @@ from optim.problems import (
     train,
     twin,
 )
-from rkfac.optim import moves
+from rkfac.optim import moves, planning
 
 RUN: dict[str, Any] = {
     "relative_to": "mean",
@@ -39,7 +39,7 @@ ADAMW: dict[str, Any] = {"lr": 0.01, "graft": "adamw"}
 
 def apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every parameter counts as large."""
-    monkeypatch.setattr(moves, "SMALL", 0)
+    monkeypatch.setattr(planning, "SMALL", 0)
 
 
 def noted(monkeypatch: pytest.MonkeyPatch) -> list[int]:

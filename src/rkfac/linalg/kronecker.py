@@ -21,10 +21,11 @@ from torch import Tensor
 from rkfac.linalg.host import Number, at_once, number, root, size_of
 from rkfac.linalg.intact import Intact
 from rkfac.linalg.lowrank import LowRank
+from rkfac.linalg.measured import in_units_of_its_peak, joined, measured, moderate, square_of
 from rkfac.linalg.multipliers import Diagonal, Multipliers, Overlapping
 from rkfac.linalg.orthonormal import polished
 from rkfac.linalg.parts import Corrected, Part, Whole, same
-from rkfac.linalg.scaling import SAFE, peak
+from rkfac.linalg.scaling import peak
 from rkfac.linalg.shadow import AGREEMENT, Shadow, projections
 from rkfac.linalg.shapes import Float
 
@@ -148,7 +149,7 @@ class _Short(Preconditioner):
     def __init__(self, G: LowRank, A: LowRank, m: Multipliers) -> None:
         self.U_G, self.U_A, self.scale = G.U, A.U, number(m.scale)
         # Then what J is multiplied by is a number in its precision, whatever J is.
-        self.moderate = _moderate(self.scale)
+        self.moderate = moderate(self.scale)
         self.dtype = G.U.dtype
         self.G_full, self.A_full = G.full, A.full
         self.projects = not (G.full or A.full)
@@ -162,7 +163,7 @@ class _Short(Preconditioner):
         self.on_input = self.plain.input.to(G.U)[..., None, :]
 
     def _solve(self, J: Tensor, j: Tensor | None, asked: Asked) -> Solution:
-        J, j, norms, total, unit, size = _measured(J, j, self.U_G.dtype, self.moderate)
+        J, j, norms, total, unit, size = measured(J, j, self.U_G.dtype, self.moderate)
         width = J.shape[-1]
         P, R = self._shadow(J, j, total, asked.seer if unit is None else None)
         K = P @ self.U_A  # r_G x r_A
@@ -216,7 +217,7 @@ class _Short(Preconditioner):
         else:
             S = (J if spend else J.clone()).mul_(self.rest[..., None, None])
             (torch.Tensor.addmm_ if J.ndim == 2 else torch.Tensor.baddbmm_)(S, part.left, part.right)
-        return _square(S) if bias is None else _square(S) + _square(bias)
+        return square_of(S) if bias is None else square_of(S) + square_of(bias)
 
 
 class _Explicit(Preconditioner):
@@ -225,15 +226,15 @@ class _Explicit(Preconditioner):
     def __init__(self, G: Tensor, A: Tensor, scale: Number) -> None:
         """G^-1 and A^-1 with entries of about one, and the scale of their product."""
         self.G, self.A, self.scale, self.dtype = G, A, scale, G.dtype
-        self.moderate = _moderate(scale)
+        self.moderate = moderate(scale)
 
     def _solve(self, J: Tensor, j: Tensor | None, asked: Asked) -> Solution:
-        J, j, _, total, _, size = _measured(J, j, self.dtype, self.moderate)
-        given = _joined(J, j)
+        J, j, _, total, _, size = measured(J, j, self.dtype, self.moderate)
+        given = joined(J, j)
         S = self.G @ given @ self.A
         part, bias = Whole(S if j is None else S[..., :-1], asked.matrix), None if j is None else S[..., -1]
         inner = partial(_inner, S, given)
-        return Solution(part, bias, self.scale * size, size, root(total) * size, _square(S), inner)
+        return Solution(part, bias, self.scale * size, size, root(total) * size, square_of(S), inner)
 
 
 def _small(G: LowRank, A: LowRank) -> bool:
@@ -250,17 +251,6 @@ def _inverse(low: LowRank, kept: Tensor, rest: Tensor) -> tuple[Tensor, Tensor]:
     inverse = (U * (kept[..., None, :] - rest)) @ U.mT
     inverse.diagonal(dim1=-2, dim2=-1).add_(rest[..., 0])
     return inverse.to(low.U.dtype), unit
-
-
-def _moderate(scale: Number) -> bool:
-    """Whether a multiple of this size is a number in float32, whatever else it is multiplied by."""
-    return not isinstance(scale, Tensor) and SAFE[0] < scale < SAFE[1]
-
-
-def _square(t: Tensor) -> Number:
-    """The squared length, for which no entry is squared in less than float64's range."""
-    length = number(torch.linalg.vector_norm(t).double())
-    return length * length
 
 
 def _inner(S: Tensor, given: Tensor) -> Number:
@@ -304,8 +294,8 @@ class _Exact(Preconditioner):
         self.rest_G, self.rest_A = not G.full, not A.full
 
     def _solve(self, J: Tensor, j: Tensor | None, asked: Asked) -> Solution:
-        weight, bias, size = _in_units_of_its_peak(J, j, torch.float64)
-        given = _joined(weight, bias)
+        weight, bias, size = in_units_of_its_peak(J, j, torch.float64)
+        given = joined(weight, bias)
         m, U_G, U_A = self.m, self.U_G, self.U_A
         P = U_G.mT @ given
         K = P @ U_A
@@ -330,56 +320,12 @@ class _OneHot(Preconditioner):
         self.both, self.input = m.both.to(G.U), m.input.to(G.U)
 
     def _solve(self, J: Tensor, j: Tensor | None, asked: Asked) -> Solution:
-        given, _, size = _in_units_of_its_peak(J, None, self.G.U.dtype)
+        given, _, size = in_units_of_its_peak(J, None, self.G.U.dtype)
         K = self.G.U.mT @ given
         S = self.G.U @ (K * self.both)
         if not self.G.full:
             S = S + (given - self.G.U @ K) * self.input
         return _whole(S, given, self.scale * size, size, self.G.U.dtype, False, asked.matrix)
-
-
-def _measured(
-    J: Tensor, j: Tensor | None, dtype: torch.dtype, moderate: bool
-) -> tuple[Tensor, Tensor | None, Number, Number, Number | None, Number]:
-    """J and j, ||[J | j]||^2 (one a group, and in all), and the unit they are multiplied by and its inverse.
-
-    Nothing is copied where the length says that no square overflows or vanishes, and `moderate` that no multiple does.
-    """
-    if moderate and J.dtype == dtype and at_once(J):
-        norms, total = _squares(J, j)
-        if SAFE[0] ** 2 < total < SAFE[1] ** 2:
-            return J, j, norms, total, None, 1.0
-    J, j, size = _in_units_of_its_peak(J, j, dtype)
-    unit = torch.where(size > 0, 1 / size, 1.0).to(dtype) if isinstance(size, Tensor) else 1 / size if size else 1.0
-    return J, j, *_squares(J, j), unit, size
-
-
-def _squares(J: Tensor, j: Tensor | None) -> tuple[Number, Number]:
-    """||[J | j]||^2, one a group and in all."""
-    if J.ndim == 2:
-        total = _square(J) if j is None else _square(J) + _square(j)
-        return total, total
-    norms = torch.linalg.vector_norm(J, dim=(-2, -1)).double().square()
-    norms = norms if j is None else norms + torch.linalg.vector_norm(j, dim=-1).double().square()
-    return norms, number(norms.sum())
-
-
-def _in_units_of_its_peak(J: Tensor, j: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Number]:
-    """Copies of J and j in units of a power of two near their largest entry, and that unit."""
-    largest_entry = peak(J) if j is None else torch.maximum(peak(J), peak(j))
-    # Not beyond what can be a factor in this precision; NaN and Inf have no exponent and stay what they are.
-    largest = 120 if torch.finfo(J.dtype).bits <= 32 else 1000
-    exponent = torch.frexp(largest_entry.double()).exponent.clamp(-largest, largest)
-    unit = torch.exp2(-exponent.to(dtype))
-    matrix = torch.mul(J, unit, out=torch.empty(J.shape, dtype=dtype, device=J.device))
-    # A gradient of zero has no size: beside a damping below 1e-38 any other would be Inf in float32, and 0 * Inf is NaN.
-    size = number(torch.where(largest_entry == 0, 0.0, torch.exp2(exponent.double())))
-    return matrix, None if j is None else (j * unit).to(dtype), size
-
-
-def _joined(matrix: Tensor, vector: Tensor | None) -> Tensor:
-    """The bias is the last column."""
-    return matrix if vector is None else torch.cat([matrix, vector[..., None]], dim=-1)
 
 
 def _whole(
@@ -393,9 +339,9 @@ def _whole(
 ) -> Solution:
     """With entries of about one: the multipliers that matter may be far below the largest one."""
     unit = size_of(number(peak(S).double()))
-    length = root(_square(given)) * size
+    length = root(square_of(given)) * size
     S = S / unit
-    square, inner = _square(S), partial(_inner, S, given)
+    square, inner = square_of(S), partial(_inner, S, given)
     S = S.to(dtype)
     part = Whole(S[..., :-1] if bias else S, matrix)
     return Solution(part, S[..., -1] if bias else None, scale * unit, size, length, square, inner)

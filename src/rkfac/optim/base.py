@@ -28,8 +28,9 @@ from rkfac.optim.collecting import commit, notice_unseen, retire
 from rkfac.optim.compiled import run_eagerly, unwrapped
 from rkfac.optim.coverage import Choice, LeftOut, cover, owners_of, refuse_processes, refuse_sharded, warn_of_little
 from rkfac.optim.gate import Gate
-from rkfac.optim.moves import Move, Rules, planned
+from rkfac.optim.moves import Move, Rules
 from rkfac.optim.pinning import pin
+from rkfac.optim.planning import planned
 from rkfac.optim.report import LayerReport, Spectra, covered_layer, described, listed, spectra, uncovered_layer
 from rkfac.optim.rules import GRAFTS, Rule
 from rkfac.optim.scratch import Scratch

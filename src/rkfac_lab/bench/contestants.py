@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 import rkfac
 from rkfac_lab.bench.problems import Problem
 from rkfac_lab.errors import LabError
+from rkfac_lab.muon import muon
 
 Place = tuple[MutableMapping[str, Any], str]
 Lever = Callable[[Optimizer], list[Place]]
@@ -51,6 +52,7 @@ def contestants(problem: Problem) -> dict[str, Contestant]:
         "SGD": Contestant(lambda m: torch.optim.SGD(m.parameters(), lr=1e-3, momentum=0.9), only_if_asked=False),
         "AdamW": Contestant(lambda m: torch.optim.AdamW(m.parameters(), lr=1e-4), only_if_asked=False),
         "SOAP": Contestant(partial(_peer, "SOAP"), {"refresh": _in_soap}),
+        "Muon": Contestant(lambda m: muon(m, lr=1e-4)),
         "Shampoo": Contestant(partial(_peer, "Shampoo"), {"refresh": _in_shampoo}),
         **{name: _second_order(name, *choice, problem.kfac) for name, choice in _choices(problem).items()},
     }

@@ -64,6 +64,22 @@ PROBLEMS = {
         streams.DESCRIPTIONS["pictures"],
         warm_up=6,
     ),
+    # Layers so small that operations cost more than flops.
+    "small-mlp": Problem(
+        "MLP 64-256-128-64-12-64-128-256-64, batch 100",
+        lambda: models.build("mlp", sizes=(64, 256, 128, 64, 12, 64, 128, 256, 64)),
+        lambda: streams.signals(100, 64, 64),
+        streams.DESCRIPTIONS["signals"],
+        plain=20,
+        statistics=10,
+    ),
+    "resnet": Problem(
+        "ResNet-20 at 16 x 16, batch 256",
+        lambda: models.build("resnet"),
+        lambda: streams.pictures(256, 3, 16),
+        streams.DESCRIPTIONS["pictures"],
+        warm_up=6,
+    ),
     "transformer": Problem(
         "Transformer, width 512, 4 blocks, batch 8 x 256 tokens",
         lambda: models.build("transformer", vocabulary=96, context=256, width=512, depth=4, heads=8),

@@ -15,7 +15,7 @@ from optim import stated
 from optim.numbers.injections import assert_finite, block_of
 from optim.problems import assert_moved, parameters, reader, same, sentences, step
 from rkfac.optim import clip as clips
-from rkfac.optim import moves
+from rkfac.optim import planning
 from rkfac.optim.rules import GRAFTS
 
 EVERY: dict[str, Any] = {"factor_every": 1, "inverse_every": 1}
@@ -83,7 +83,7 @@ def test_an_error_in_the_middle_of_a_step_moves_nothing(
             genuine = getattr(where, name)
             patch.setattr(where, name, third)
             if place == "course":
-                patch.setattr(moves, "SMALL", 0)  # courses of small layers are made together
+                patch.setattr(planning, "SMALL", 0)  # courses of small layers are made together
         else:
             patch.setattr(block, "direction" if place == "direction" else "decompose", broken)
         with pytest.raises(error, match="does not like it"):

@@ -14,16 +14,17 @@ from optim import stated
 from optim.numbers.injections import TARGET, UPDATES, assert_finite, injected
 from optim.problems import parameters, reader, sentences, step, twin
 from rkfac.curvature.block import Direction
-from rkfac.linalg import Whole, host, kronecker
+from rkfac.linalg import Whole, host, kronecker, measured
 from rkfac.optim import clip as clips
-from rkfac.optim import gate, moves, rules
+from rkfac.optim import gate, planning
 from rkfac.optim.gate import Gate, bounded, moderate
+from rkfac.optim.rules import base as rules
 
 
 @pytest.fixture
 def _elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """All rooms believe that reading a value would wait for a device; the tensors stay where they are."""
-    for room in (host, kronecker, gate, moves, rules):
+    for room in (host, kronecker, measured, gate, planning, rules):
         monkeypatch.setattr(room, "at_once", lambda tensor: False)
 
 
