@@ -204,8 +204,8 @@ def test_without_names_the_slow_ones_stay_away() -> None:
     assert not {"SOAP", "Shampoo", "K-FAC (paper)", "SRE-KFAC (paper)"} & set(usual)
     assert set(chosen(text, ("Shampoo",))) == {"SGD", "Shampoo"}
     assert "RS-KFAC (default, AdamW's length)" not in contestants(problems.PROBLEMS["mlp"])
-    with pytest.raises(LabError, match="Muon"):
-        chosen(text, ("Muon",))
+    with pytest.raises(LabError, match="Lion"):
+        chosen(text, ("Lion",))
 
 
 def test_a_transformer_is_measured_with_the_average_its_loss_takes() -> None:
