@@ -107,6 +107,21 @@ def report(
 
 
 @app.command()
+def summary(
+    comparisons: Annotated[list[Path], typer.Argument(help="Folders of comparisons, with their table.json.")],
+    into: Annotated[Path | None, typer.Option(help="A page with a place for it; printed if not given.")] = None,
+) -> None:
+    """Several comparisons in two tables: what became of the promise, and who reached the targets first."""
+    from rkfac_lab import summary as summing
+
+    text = summing.summary([summing.read(folder) for folder in comparisons])
+    if into is None:
+        typer.echo(text)
+    else:
+        summing.put_into(into, text)
+
+
+@app.command()
 def compare(
     workload: Annotated[
         str, typer.Argument(help="The problem (or module:NAME); `rkfac data list` names the data each one needs.")
