@@ -192,15 +192,6 @@ def test_patterns_choose_layers_by_name_or_class(keywords: dict[str, Any], expec
         assert name == "0.bias" or not torch.equal(value, start[name]), name
 
 
-def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: 2)
-    with pytest.raises(ValueError, match="2 processes"):
-        stated.KFAC(mlp())
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: 1)
-    stated.KFAC(mlp())
-
-
 def test_sharded_parameters_are_refused_by_name() -> None:
     class FlatParameter(nn.Parameter):
         """As FSDP calls its own."""

@@ -157,6 +157,29 @@ class _Squares(_Diagonal):
         value.mul_(keep).add_((self.values * 4.0**-self.unit_exponent).to(value), alpha=take)
 
 
+@dataclass(eq=False)
+class _Total(_Part):
+    """What several processes have added up, laid out as the factor that it is for, in units of 4^known."""
+
+    strips: list[Tensor]
+    known: int
+
+    def readings(self) -> list[Tensor]:
+        return [torch.stack([peak(strip) for strip in self.strips]).max()]
+
+    def settle(self, largest: float) -> None:
+        self.exponent = self.unit_exponent = self.known
+
+    def blend_into(self, strips: Sequence[Tensor], keep: float, take: float) -> None:
+        for strip, own in zip(strips, self.strips, strict=True):
+            strip.mul_(keep).add_(own.to(strip), alpha=take)
+
+    def trace(self) -> Tensor:
+        square = self.strips[0].ndim > 1
+        diagonals = [strip.diagonal(dim1=-2, dim2=-1) if square else strip for strip in self.strips]
+        return torch.stack([d.double().sum() for d in diagonals]).sum() * 4.0**self.known
+
+
 class Moment(Collected[_Part]):
     """sum w r r^T over the rows seen since the last step; moments add up, `add` takes more rows of one weight w.
 
@@ -170,6 +193,7 @@ class Moment(Collected[_Part]):
         self._kept: list[_Rows] = []
         self._sum: _Sum | None = None
         self._finished: _Sum | None = None  # cut otherwise than sums of rows
+        self._total: _Total | None = None  # in the place of all that was seen here
         self._elements = 0
         self._dead = False
 
@@ -211,7 +235,21 @@ class Moment(Collected[_Part]):
 
     @property
     def _parts(self) -> list[_Part]:
+        return self._seen if self._total is None else [self._total]
+
+    @property
+    def _seen(self) -> list[_Part]:
+        """What came in here."""
         return [*self._kept, *(part for part in (self._sum, self._finished) if part is not None)]
+
+    @property
+    def exponent(self) -> int | None:
+        """Binary, of about the largest row, once it is settled; None where there is none but zeros."""
+        return None if self._dead or self.empty else max(part.exponent for part in self._parts)
+
+    def pooled(self, strips: list[Tensor], exponent: int) -> None:
+        """Stand for what several processes have added up, in units of 4^exponent."""
+        self._total = _Total(strips, exponent)
 
     @property
     def empty(self) -> bool:
@@ -307,7 +345,7 @@ class DiagonalMoment(Moment):
         self._counts = _Diagonal(values if self._counts is None else values + self._counts.values)
 
     @property
-    def _parts(self) -> list[_Part]:
+    def _seen(self) -> list[_Part]:
         return [] if self._counts is None else [self._counts]
 
 

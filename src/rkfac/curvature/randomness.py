@@ -14,6 +14,13 @@ import torch
 class Randomness(ABC):
     """Hands out generators for named draws."""
 
+    rank = 0  # of this process among those that train the same model
+    seeded = True  # whether processes agree without talking to each other
+
+    def local(self, *draw: str | int) -> torch.Generator:
+        """The same for a draw from what this process alone has: others draw other numbers."""
+        return self.generator(*draw, *([f"process {self.rank}"] if self.rank else []))
+
     @abstractmethod
     def generator(self, *draw: str | int) -> torch.Generator:
         """The generator for one draw, named by what it is for: a layer, a side, a refresh number."""
@@ -90,6 +97,8 @@ class Seeded(Randomness):
 
 class Shared(Randomness):
     """One generator of the caller's, used by all draws in the order they happen."""
+
+    seeded = False
 
     def __init__(self, generator: torch.Generator) -> None:
         self._generator = generator

@@ -169,7 +169,7 @@ class SampledCapture(Capture):
         values = logits.detach()
         if not bool(torch.isfinite(values).all()):
             return  # nothing can be drawn: the step goes on without statistics and deals with its gradients
-        generator = self._randomness.generator("fisher", self.draws)
+        generator = self._randomness.local("fisher", self.draws)
         self.draws += 1
         self._drawing = True
         try:

@@ -42,6 +42,19 @@ class Statistics:
         self.rows += rows
         self.tokens += tokens
 
+    @property
+    def parts(self) -> tuple[Statistics, ...]:
+        """All that keep counts of their own."""
+        return (self,)
+
+    def counts(self) -> list[int]:
+        """What it stands for, in numbers that add up over processes."""
+        return [self.calls, self.rows, self.tokens, sum(self._terms.values())]
+
+    def stand_for(self, calls: int, rows: int, tokens: int, terms: int) -> None:
+        """Go over to the counts of all processes."""
+        self.calls, self.rows, self.tokens, self._terms = calls, rows, tokens, {"all": terms}
+
     def samples(self, loss_average: str) -> int:
         """N: how many terms the loss averages over."""
         if loss_average == "tokens":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -19,14 +20,15 @@ from rkfac.curvature.following import RowHook
 from rkfac.curvature.hooks import full_precision
 from rkfac.curvature.natural import NaturalHook, silence_others
 from rkfac.curvature.sampled import SampledCapture
+from rkfac.distributed import ALONE, Pooled, World, agree, pool, refresh, world_of
 from rkfac.layers import Adapter, KroneckerAdapter, TiedAdapter, Uncovered, UnitAdapter, Use
 from rkfac.optim import memory
 from rkfac.optim.adaptive import LevenbergMarquardt, Watch
 from rkfac.optim.amp import loss_scale
 from rkfac.optim.arguments import GROUP_RULES, check_group, check_power, refuse_lacking, refuse_whole
-from rkfac.optim.collecting import commit, notice_unseen, retire
+from rkfac.optim.collecting import begin, commit, notice_unseen, retire
 from rkfac.optim.compiled import run_eagerly, unwrapped
-from rkfac.optim.coverage import Choice, LeftOut, cover, owners_of, refuse_processes, refuse_sharded, warn_of_little
+from rkfac.optim.coverage import Choice, LeftOut, cover, owners_of, refuse_sharded, warn_of_little
 from rkfac.optim.gate import Gate
 from rkfac.optim.moves import Move, Rules
 from rkfac.optim.pinning import pin
@@ -70,11 +72,11 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         likelihood: Likelihood | None,
         adaptive_damping: LevenbergMarquardt | None,
         grad_scaler: Any,
+        process_group: Any = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ValueError(f"model must be an nn.Module, got {type(model).__name__}; parameters go into params=")
         refuse_sharded(model)
-        refuse_processes()
         self._settings = settings
         self._choice = choice
         self._graft, self._fallback = graft, fallback
@@ -85,7 +87,9 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         self._step = 0
         self._closed = False
         self._paused = False
+        self._world = ALONE
         self._capture: Capture | None = None
+        self._given, self._process_group = weakref.ref(model), process_group
         self._model = unwrapped(model)
         choice.check(self._model)
         super().__init__(list(model.parameters()) if params is None else params, defaults)
@@ -100,6 +104,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         run_eagerly(model, self._capture)
         self._extend()
         warn_of_little(self._blocks, self._reasons)
+        self._join()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies would share hooks and blocks with the original, or have none; torch's own way would break silently."""
@@ -120,6 +125,42 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         if self._capture is not None:
             self._extend()
 
+    # --- other processes
+
+    def _join(self) -> None:
+        """Train together with whoever else is there, from the moment on that they appear."""
+        found = world_of(self._given() or self._model, self._process_group)
+        if (found.size, found.rank) == (self._world.size, self._world.rank):
+            return
+        if not self._world.alone:
+            raise RuntimeError(
+                f"the process group of {self._world.size} processes is gone, or another one has come: build a new optimizer"
+            )
+        self._refuse_alone(found)
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
+        own = {**self._fingerprint, "the optimizer": type(self).__name__, "its groups": groups, "its steps": self._step}
+        agree(found, dict(self._model.named_parameters()), own)
+        self._world, self._settings.randomness.rank = found, found.rank
+        self._set_apart(self._blocks.values())
+
+    def _refuse_alone(self, found: World) -> None:
+        """Members and settings that know of one process alone, by name."""
+        name = type(self).__name__
+        if not all(block.addable for block in self._blocks.values()):
+            raise ValueError(
+                f"{name} cannot train with {found.size} processes: what it keeps of a batch does not add up over processes. "
+                "Use KFAC, RSKFAC, SREKFAC or EKFAC, or say process_group=False to train in each process by itself"
+            )
+        if not self._settings.randomness.seeded:
+            raise ValueError(
+                f"generator= is one process's own: give {name} a seed= to train with {found.size} processes"
+            )
+
+    def _set_apart(self, blocks: Iterable[Block]) -> None:
+        """Tell blocks whether a gradient is the sum of what this process sees."""
+        for block in blocks:
+            block.alone = self._world.alone
+
     def _make_block(self, uses: Sequence[Use], adapter: Adapter) -> Block | Uncovered:
         """The block that serves a weight, or why none does."""
         for kind in type(adapter).__mro__[: 1 if adapter.unlike_its_ancestors else None]:
@@ -135,6 +176,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         assert self._capture is not None
         self._regroup()
         found = cover(self._model, self._choice, self._make_block, self._all_parameters(), self._blocks)
+        self._set_apart(found.blocks.values())
         for block in found.blocks.values():
             self._capture.attach(block)
             for use in block.uses:
@@ -227,9 +269,10 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         with full_precision(p.device for p in self._all_parameters()):
             collecting = self._capture.active
             retire(self._blocks.values(), self._capture, owners_of(self._model) if collecting else None)
-            if collecting:
-                notice_unseen(self._blocks.values(), self._capture, self._group)
-            commit(self._blocks.values(), self._group, scaled if isinstance(scaled, Tensor) else None, self._gate)
+            begin(self._blocks.values())
+            spoilt = self._meet() if collecting else ()
+            scale = scaled if isinstance(scaled, Tensor) else None
+            commit(self._blocks.values(), self._group, scale, self._gate, self._world.size, spoilt)
             self._refresh()
             watch = self._watched()
             if self._settings.backward:
@@ -246,9 +289,20 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         self._plan()
         return loss
 
+    def _meet(self) -> Sequence[str]:
+        """Add up the statistics of all processes, and say what nobody saw; names of what is not finite somewhere."""
+        assert self._capture is not None
+        unseen, pooled = self._capture.unseen, Pooled()
+        if not self._world.alone and self._blocks:
+            pooled = pool(self._blocks.values(), self._world, lambda block: not unseen(block))
+        notice_unseen(self._blocks.values(), lambda b: not unseen(b) or b.name in pooled.seen, self._group)
+        return pooled.spoilt
+
     def _check_settings(self, closure: Callable[[], Any] | None) -> None:
         """Schedulers and users write into the groups at any time; refuse nonsense before anything is touched."""
-        refuse_processes()
+        if self._capture is not None and self._capture.active:
+            refuse_sharded(self._model)  # by somebody who came later
+        self._join()
         if self._adaptive is not None and closure is None:
             raise RuntimeError("adaptive damping compares losses: call optimizer.step(closure)")
         for group in self.param_groups:
@@ -267,12 +321,13 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         return turns(self._blocks.values(), self._group) if self._settings.stagger else {}
 
     def _refresh(self) -> None:
-        turn = self._turns()
+        turn, asking = self._turns(), []
         for block in self._blocks.values():
             due = self._settings.due(self._step, self._group(block)["inverse_every"], turn.get(block.name, 0))
             due = block.pace.news if block.pace else due
             if block.observed and not block.retired and block.weight.requires_grad and block.asks(due):
-                block.refresh(self._group(block))
+                asking.append((block, self._group(block)))
+        refresh(asking, self._world)
 
     @property
     def _rule(self) -> Rule:
@@ -307,8 +362,9 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         predicted = watch.predicted(sign)
         with self._pause(), torch.enable_grad():
             after = closure()
+        change = self._world.mean(float(after - loss), "how the loss has changed")
         for group in self.param_groups:
-            group["damping"] = self._adaptive.adapted(group["damping"], sign * float(after - loss), predicted)
+            group["damping"] = self._adaptive.adapted(group["damping"], sign * change, predicted)
 
     @contextmanager
     def _pause(self) -> Iterator[None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from itertools import chain
 from typing import Any
 
@@ -40,13 +40,13 @@ def retire(blocks: Collection[Block], capture: Capture, owners: Counter[int] | N
                 warnings.warn(text, stacklevel=CALLER)
 
 
-def notice_unseen(blocks: Collection[Block], capture: Capture, group_of: GroupOf) -> None:
+def notice_unseen(blocks: Collection[Block], seen: Callable[[Block], bool], group_of: GroupOf) -> None:
     """Say loudly when layers get gradients and no call of theirs ever comes by."""
     unseen = []
     for block in blocks:
         if not block.wanted or block.retired or block.weight.grad is None:
             continue
-        block.missed = block.missed + 1 if capture.unseen(block) else 0
+        block.missed = 0 if seen(block) else block.missed + 1
         if block.missed == (2 if block.observed else min(PATIENCE, group_of(block)[block.period])):
             unseen.append(block.name)
     if unseen:
@@ -59,26 +59,45 @@ def notice_unseen(blocks: Collection[Block], capture: Capture, group_of: GroupOf
         )
 
 
-def commit(blocks: Collection[Block], group_of: GroupOf, scale: Tensor | None, gate: Gate) -> None:
-    """Pending statistics enter the averages, unless they hold NaN or Inf. One synchronisation a statistics step."""
+def begin(blocks: Collection[Block]) -> None:
+    """A step begins: what belonged to another one, or to a gradient that was dropped, is over."""
     for block in blocks:
         block.begin()
         if block.weight.grad is None and not block.pending.empty:
-            block.discard()  # its gradient was dropped
+            block.discard()
+
+
+def commit(
+    blocks: Collection[Block],
+    group_of: GroupOf,
+    scale: Tensor | None,
+    gate: Gate,
+    processes: int = 1,
+    spoilt: Sequence[str] = (),
+) -> None:
+    """Pending statistics enter the averages, unless they hold NaN or Inf. One synchronisation a statistics step.
+
+    `processes`: over how many the gradients were averaged; `spoilt`: what was left out in all of them already.
+    """
+    refused = list(spoilt)
     waiting = [block for block in blocks if not block.pending.empty]
     if not waiting:
+        _warn_of_refused(refused)
         return
     readings = [block.pending.readings() for block in waiting]
     device, refusals = readings[0][0].device, gate.readings()
     scales = [] if scale is None else [scale.double().reshape(())]
     asked = [t.to(device) for t in chain(scales, refusals, *readings)]
     numbers = iter(torch.stack(asked).tolist())
-    factor = next(numbers) if scales else 1.0
+    factor = (next(numbers) if scales else 1.0) * processes
     gate.settle([next(numbers) for _ in refusals])
     gate.report()
-    refused = []
     for block, own in zip(waiting, readings, strict=True):
         if not block.commit(group_of(block), [next(numbers) for _ in own], factor):
             refused.append(block.name)
-    if refused:
-        warnings.warn(f"statistics with NaN or Inf were left out for {listed(refused)}", stacklevel=CALLER)
+    _warn_of_refused(refused)
+
+
+def _warn_of_refused(names: Sequence[str]) -> None:
+    if names:
+        warnings.warn(f"statistics with NaN or Inf were left out for {listed(names)}", stacklevel=CALLER + 1)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
@@ -232,18 +231,11 @@ def refuse_sharded(model: nn.Module) -> None:
     """Sharded parameters and nn.DataParallel are refused by name: a block needs its layer's whole weight and batch."""
     for name, parameter in model.named_parameters():
         if type(parameter.data).__name__ == "DTensor" or type(parameter).__name__ == "FlatParameter":
-            raise ValueError(f"parameter {name!r} is sharded (FSDP / DTensor), which is not supported")
+            raise ValueError(
+                f"parameter {name!r} is sharded (fully_shard, FSDP, HSDP or tensor parallel), which is not supported: "
+                "a layer's gradient is preconditioned as a whole. Use DistributedDataParallel"
+            )
     if any(isinstance(module, nn.DataParallel) for module in model.modules()):
         raise ValueError(
             "nn.DataParallel is not supported: it runs copies of the layers; pass model.module on one device"
-        )
-
-
-def refuse_processes() -> None:
-    """Several processes are refused whenever they appear: their statistics are not shared yet."""
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        raise ValueError(
-            f"{distributed.get_world_size()} processes: statistics are not shared between processes yet, so that "
-            "replicas would drift apart; train in one process"
         )

@@ -109,6 +109,10 @@ class KFAC(CurvatureOptimizer):
       decomposition     rkfac.Exact(), RSVD(...), SREVD(...), Nystrom(...), Auto(...)
       adaptive_damping  rkfac.LevenbergMarquardt(...), needs step(closure)
       grad_scaler       the GradScaler, needed only if you call scaler.unscale_(optimizer) yourself
+      process_group     of the processes that train this model together: their statistics are added up and their refreshes
+                        shared out, so that W of them take the steps of one with the whole batch, their losses being
+                        averaged. None: the group of the model's DistributedDataParallel, or all processes there are;
+                        False: this process trains by itself, whoever else is there
       max_failures      failed decompositions, or updates that are not finite, in a row before an error is raised
       generator, seed   randomness of sketches and sampled labels: from a seed every draw gets one of its own, so that
                         layers do not depend on each other; a generator is used by all draws in their order
@@ -163,6 +167,7 @@ class KFAC(CurvatureOptimizer):
         decomposition: Decomposition | None = None,
         adaptive_damping: LevenbergMarquardt | None = None,
         grad_scaler: Any = None,
+        process_group: Any = None,
         max_failures: int = 3,
         maximize: bool = False,
         generator: torch.Generator | None = None,
@@ -253,6 +258,7 @@ class KFAC(CurvatureOptimizer):
             likelihood=meaning if fisher == "mc" else None,
             adaptive_damping=adaptive_damping,
             grad_scaler=grad_scaler,
+            process_group=process_group,
         )
 
 

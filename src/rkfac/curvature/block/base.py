@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 from rkfac.curvature.block.direction import Direction
 from rkfac.curvature.block.settings import Group, Settings
-from rkfac.curvature.factor import Factor
+from rkfac.curvature.decompose import Request
+from rkfac.curvature.factor import Factor, Refreshed
 from rkfac.curvature.following import Follower, Origin
+from rkfac.curvature.moment import Moment
 from rkfac.curvature.pace import Pace, Snapshot
 from rkfac.curvature.passed import Passed
 from rkfac.curvature.randomness import subset
@@ -26,6 +28,8 @@ from rkfac.layers.base import Adapter, Use
 from rkfac.linalg import DecompositionError, Number, Rowwise
 
 BRIEF = 4  # a brief statistic has a fourth of the rows
+Made = Sequence[Refreshed[Any]] | DecompositionError | None
+
 LEAST_SAMPLES = 16  # that a call adds though they have more rows than `rows`: half a sample tells nothing
 
 
@@ -51,6 +55,7 @@ class Block(ABC):
         self.failures = 0  # refreshes in a row that failed
         self.penalised = False  # whether its gradient holds more than its calls explain, as a penalty in the loss
         self.rows = 0  # that the layer's gradient was the sum of at the last statistics
+        self.alone = True  # whether .grad is the sum of what this process has seen
         self.clip: Number | None = None
         self._stopwatch = Stopwatch(("statistics", "refresh", "apply"))
         self.version = 0  # of the basis: what is derived from it belongs to one version and one damping
@@ -188,12 +193,32 @@ class Block(ABC):
         if count <= most:
             return None, 1.0
         # Named by what a saved state knows, so that a resumed run draws the same.
-        generator = self.settings.randomness.generator(what, self.name, self.updates, self.pending.calls)
+        generator = self.settings.randomness.local(what, self.name, self.updates, self.pending.calls)
         return subset(count, most, generator).to(device), count / most
 
     def statistics(self) -> Statistics:
         """Empty ones, whose moments are one a factor, in the order of `factors`."""
         return Statistics(tuple(factor.moment() for factor in self.factors.values()))
+
+    @property
+    def addable(self) -> bool:
+        """Whether what is pending adds up over processes."""
+        return True
+
+    def summands(self) -> list[tuple[Factor[Any], Moment]]:
+        """What is pending as sums that add up over processes, each with the factor whose layout it has."""
+        return [
+            (factor, moment)
+            for factor, moment in zip(self.factors.values(), self.pending.moments, strict=True)
+            if factor.learns
+        ]
+
+    def beside(self) -> list[Tensor]:
+        """Sums of its own that add up over processes, zeros where nothing came in; their shapes are everybody's."""
+        return []
+
+    def pooled_beside(self, totals: Sequence[Tensor]) -> None:  # noqa: B027 - most have none
+        """Go over to those of all processes."""
 
     def discard(self) -> None:
         """Drop what is pending."""
@@ -235,12 +260,21 @@ class Block(ABC):
         """Whether a refresh is wanted now: when one is due, and at once for a first basis."""
         return due or (not self.ready and self.failures == 0)
 
-    def refresh(self, group: Group) -> None:
-        """Decompose the running averages anew; a failure keeps the old basis, a row of failures is an error."""
+    def asked(self, group: Group) -> list[tuple[Factor[Any], Request]]:
+        """The part of a refresh that is worth leaving to another process; nothing: all of it is done here."""
+        return []
+
+    def refresh(self, group: Group, made: Made = None) -> None:
+        """Decompose the running averages anew; a failure keeps the old basis, a row of failures is an error.
+
+        `made`: what was `asked` for, if somebody has done it, or why it failed there.
+        """
         with self.timed("refresh"):
             try:
                 self._follow()
-                self.decompose(group)
+                if isinstance(made, DecompositionError):
+                    raise made
+                self.decompose(group, made)
             except DecompositionError as error:
                 self.failures += 1
                 if self.pace is not None:
@@ -251,7 +285,7 @@ class Block(ABC):
                         "optimizer are intact: save them, then raise the damping, lower the learning rate or exclude it."
                     ) from error
                 kept = "its previous basis is kept" if self.ready else "it takes plain steps meanwhile"
-                warnings.warn(f"layer {self.name!r}: decomposition failed ({error}); {kept}", stacklevel=6)
+                warnings.warn(f"layer {self.name!r}: decomposition failed ({error}); {kept}", stacklevel=7)
                 return
             if self.pace is not None:
                 self.pace.looked(self.snapshot(), self.distance)
@@ -259,8 +293,8 @@ class Block(ABC):
         self.version += 1
 
     @abstractmethod
-    def decompose(self, group: Group) -> None:
-        """The expensive part of `refresh`; changes nothing when it raises."""
+    def decompose(self, group: Group, made: Sequence[Refreshed[Any]] | None = None) -> None:
+        """The expensive part of `refresh`, or the use of what was `made` elsewhere; changes nothing when it raises."""
 
     # --- how much it changed
 

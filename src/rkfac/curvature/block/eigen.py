@@ -102,6 +102,18 @@ class EigenBlock(KroneckerBlock):
         super().observe(use, x, g, one_pass, terms)
         self.pending.others = [] if self._squares is None else [self._squares.sum()]
 
+    def beside(self) -> list[Tensor]:
+        """The squared coordinates, which every process has in the same basis."""
+        if self.method.moments != "samples" or not self.ready:
+            return []
+        return [torch.zeros_like(self.energies.means) if self._squares is None else self._squares]
+
+    def pooled_beside(self, totals: Sequence[Tensor]) -> None:
+        """Those of all processes."""
+        if totals:
+            (self._squares,) = totals
+            self.pending.others = [self._squares.sum()]
+
     def commit(self, group: Group, numbers: list[float], loss_scale: float) -> bool:
         """The moments with the factors, at the factors' decay."""
         pending, squares, settings = self.pending, self._squares, self.settings
@@ -126,10 +138,10 @@ class EigenBlock(KroneckerBlock):
 
     # --- basis
 
-    def decompose(self, group: Group) -> None:
+    def decompose(self, group: Group, made: Sequence[Refreshed[Any]] | None = None) -> None:
         """Both factors; the moments go along, or start anew from the product of eigenvalues."""
         before = (self.output.low, self.input.low) if self.ready else None
-        super().decompose(group)
+        super().decompose(group, made)
         now = self.output.low, self.input.low
         if before is not None and self.method.carry:
             shares = (new.shares_of(old) for new, old in zip(now, before, strict=True))

@@ -14,6 +14,7 @@ from torch import Tensor
 from rkfac.curvature.block.base import Block
 from rkfac.curvature.block.direction import Direction
 from rkfac.curvature.block.settings import Group, Settings
+from rkfac.curvature.decompose import Request
 from rkfac.curvature.factor import DenseFactor, DiagonalFactor, Factor, IdentityFactor, Refreshed
 from rkfac.curvature.following import Follower, Origin, few
 from rkfac.layers.base import KroneckerAdapter, Use, statistics_dtype
@@ -120,24 +121,39 @@ class KroneckerBlock(Block):
             of_inputs.add(part, weight, source=x)
         return rows
 
-    def decompose(self, group: Group) -> None:
-        """Both factors; nothing changes if either fails."""
+    def _requests(self, group: Group) -> list[tuple[Factor[Any], Request]]:
+        """What a refresh asks of each factor."""
         rule, damping = self.settings.damping, group["damping"]
         sides = (("input", self.input, self.output), ("output", self.output, self.input))
-        asked = [
+        return [
             (own, self.settings.request(group, self.name, side, self.version, in_force, self._affordable))
             for side, own, other in sides
             for in_force in (rule.in_force(damping, own, other),)
         ]
-        if self._inverts and all(request.strategy.keeps_all(request) for _, request in asked):
-            made = [own.intact(request) for own, request in asked]
-        else:
-            made = [None]
-        if None in made:
-            made = [self._adopted(own.refresh(request)) for own, request in asked]
-        for (factor, _), refreshed in zip(asked, made, strict=True):
-            assert refreshed is not None
+
+    def _keeps_all(self, requests: Sequence[tuple[Factor[Any], Request]]) -> bool:
+        """Whether both factors may be kept as they are."""
+        return self._inverts and all(request.strategy.keeps_all(request) for _, request in requests)
+
+    def asked(self, group: Group) -> list[tuple[Factor[Any], Request]]:
+        """Eigenpairs; inverses of small factors cost less than sending them."""
+        requests = self._requests(group)
+        return [] if self._keeps_all(requests) else requests
+
+    def decompose(self, group: Group, made: Sequence[Refreshed[Any]] | None = None) -> None:
+        """Both factors; nothing changes if either fails."""
+        finished = [self._adopted(one) for one in (self._made(group) if made is None else made)]
+        for factor, refreshed in zip((self.input, self.output), finished, strict=True):
             factor.adopt(refreshed)
+
+    def _made(self, group: Group) -> list[Refreshed[Any]]:
+        """The factors as they are, where nothing else is wanted of them, or their eigenpairs."""
+        requests = self._requests(group)
+        if self._keeps_all(requests):
+            intact = [made for own, request in requests if (made := own.intact(request)) is not None]
+            if len(intact) == len(requests):
+                return intact
+        return [own.refresh(request) for own, request in requests]
 
     may_invert: ClassVar[bool] = True  # whether damped inverses of small factors can stand for their eigenpairs
 
@@ -224,8 +240,8 @@ class KroneckerBlock(Block):
         if self._followed == key:
             return
         self.follower, self._followed = None, key
-        # Elsewhere than on a CPU nobody could look whether what was followed is true.
-        if not (projects and self.shows_rows and at_once(self.weight)):
+        # Elsewhere than on a CPU nobody could look whether what was followed is true; beside other processes it is not.
+        if not (projects and self.shows_rows and self.alone and at_once(self.weight)):
             return
         G, A = self.output.low, self.input.low
         if few(self.rows, G.dim, A.dim) and self.weight.dtype == G.U.dtype == A.U.dtype:
@@ -266,7 +282,7 @@ class KroneckerBlock(Block):
     def _remakes(self, gradients: Sequence[Tensor | None], before: Rowwise, after: Rowwise) -> bool:
         """Whether that would save something, and somebody can look."""
         alike = all(g is not None and g.dtype == before.dtype == after.dtype for g in gradients)
-        return alike and at_once(self.weight) and self.passed.cheaper(before, after)
+        return alike and self.alone and at_once(self.weight) and self.passed.cheaper(before, after)
 
     def carry(self, tensors: Sequence[Tensor | None], before: Rowwise | None, after: Rowwise | None) -> None:
         """All parameters together, as columns of one matrix."""

@@ -38,6 +38,11 @@ class OnlineBlock(KroneckerBlock):
         factor.most_rows = None if side in self._decided or bounded else shape[-1]
         return factor
 
+    @property
+    def addable(self) -> bool:
+        """No: rows are kept, not their sum."""
+        return False
+
     def _modes(self, group: Group) -> int:
         """Kept by a factor that is online: what is used of them is decided by the rank and the damping at a refresh."""
         return self.settings.decomposition.most(group["rank"]) or MODES
@@ -102,6 +107,11 @@ class OnlineBlock(KroneckerBlock):
 
 class ColumnsBlock(KroneckerBlock):
     """Every factor is kept as the rows of a batch, averaged slot by slot."""
+
+    @property
+    def addable(self) -> bool:
+        """No: rows are kept, not their sum."""
+        return False
 
     def _factor(self, side: str, shape: tuple[int, ...], like: Tensor) -> Factor[Any]:
         made = super()._factor(side, shape, like)

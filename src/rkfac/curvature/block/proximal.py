@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from rkfac.curvature.block.kronecker import KroneckerBlock
 from rkfac.curvature.block.settings import Group
 from rkfac.curvature.block.tied import TiedBlock
 from rkfac.curvature.block.unit import UnitBlock
+from rkfac.curvature.factor import Refreshed
 from rkfac.curvature.following import Origin
 from rkfac.curvature.moment import Moment
 from rkfac.layers.base import statistics_dtype
@@ -37,6 +38,11 @@ class Proximal(Block):
         None  # the batch's own curvature, where a model asks for it and it is not the running averages
     )
 
+    @property
+    def addable(self) -> bool:
+        """Unless a model looks at the batch itself, of which every process has another one."""
+        return not self.settings.method.asks_for_the_batch
+
     def begin(self) -> None:
         """The last step's statistics are not this one's."""
         self._batch, self._blended, self._alone = (), None, None
@@ -47,13 +53,13 @@ class Proximal(Block):
         self._batch = moments if finite and self.settings.method.quadratic else ()
         return finite
 
-    def decompose(self, group: Group) -> None:
+    def decompose(self, group: Group, made: Sequence[Refreshed[Any]] | None = None) -> None:
         """The running averages, and those with the present batch blended in where there is one."""
         rate, blended, alone = float(group["lr"]), None, None
         if self._batch and rate:
             blended = self._blend(group, 1 / (1 + rate))
             alone = self._blend(group, 0.0) if self.settings.method.asks_for_the_batch else None
-        self.plain.decompose(self, group)
+        self.plain.decompose(self, group, made)
         self._blended, self._alone = blended, alone
 
     def _blend(self, group: Group, keep: float) -> Block:

@@ -14,6 +14,7 @@ from rkfac.curvature.block.base import Block
 from rkfac.curvature.block.direction import Direction
 from rkfac.curvature.block.kernel import Basis, Sketch, loaded, saved, tensors_of
 from rkfac.curvature.block.settings import Group, Settings
+from rkfac.curvature.factor import Refreshed
 from rkfac.curvature.following import Origin
 from rkfac.curvature.randomness import subset
 from rkfac.curvature.samples import Gathered, Piece
@@ -132,13 +133,18 @@ class GradientsBlock(Block):
         self._fresh = self.pending.moments[0].taken()
         self._updates += 1
 
+    @property
+    def addable(self) -> bool:
+        """No: samples are kept one by one."""
+        return False
+
     # --- basis
 
     def asks(self, due: bool) -> bool:
         """When a batch has come: there is nothing else to refresh from."""
         return self._fresh is not None
 
-    def decompose(self, group: Group) -> None:
+    def decompose(self, group: Group, made: Sequence[Refreshed[Any]] | None = None) -> None:
         """The kernel of the fresh batch."""
         if self._fresh is None:
             return

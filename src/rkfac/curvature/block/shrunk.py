@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from rkfac.curvature.block.base import Block
 from rkfac.curvature.block.direction import Direction
 from rkfac.curvature.block.settings import Group
+from rkfac.curvature.factor import Refreshed
 from rkfac.curvature.following import Origin
 from rkfac.curvature.statistics import Statistics
 from rkfac.layers.base import Use, statistics_dtype
@@ -46,11 +48,16 @@ class ShrunkBlock(Block):
         """Nothing."""
         return 0
 
+    @property
+    def addable(self) -> bool:
+        """No: it stands beside blocks that keep samples."""
+        return False
+
     def asks(self, due: bool) -> bool:
         """Never."""
         return False
 
-    def decompose(self, group: Group) -> None:
+    def decompose(self, group: Group, made: Sequence[Refreshed[Any]] | None = None) -> None:
         """Nothing."""
 
     def direction(

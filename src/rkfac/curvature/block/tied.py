@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from rkfac.curvature.block.kronecker import KroneckerBlock
+from rkfac.curvature.factor import DenseFactor, DiagonalFactor, Factor
 from rkfac.curvature.moment import DiagonalMoment, JoinedMoment, Moment, SquareMoment
 from rkfac.curvature.statistics import Statistics
 from rkfac.layers.base import Use
@@ -41,6 +42,17 @@ class TiedStatistics(Statistics):
         """For itself and for the one that the call belongs to."""
         super().count(use, one_pass, terms, rows, tokens)
         self.of(use).count(use, one_pass, terms, rows, tokens)
+
+    @property
+    def parts(self) -> tuple[Statistics, ...]:
+        """Both uses count for themselves as well."""
+        return (self, self._lookups, self._head)
+
+    @property
+    def summed(self) -> tuple[Moment, Moment, Moment, Moment]:
+        """On the side of the table's rows and of its width: those of the lookups, then those of the head."""
+        (counts, gradients), (inputs, squares) = self._lookups.moments, self._head.moments
+        return counts, gradients, squares, inputs
 
     @property
     def _seen(self) -> list[tuple[Statistics, Moment, Moment]]:
@@ -85,6 +97,13 @@ class TiedBlock(KroneckerBlock):
     def statistics(self) -> Statistics:
         """Of both uses apart: their units differ."""
         return TiedStatistics()
+
+    def summands(self) -> list[tuple[Factor[Any], Moment]]:
+        """Four, two a side, in a layout of their own: of a side that is left out the traces are asked for all the same."""
+        assert isinstance(self.pending, TiedStatistics)
+        start, like = self.settings.start, self._like
+        table, width = DiagonalFactor(self.input.shape, start, like), DenseFactor(self.output.shape, start, like)
+        return list(zip((table, width) * 2, self.pending.summed, strict=True))
 
     def wants(self, side: str) -> bool:
         """Both, for the traces of all four moments tell what each use counts."""

@@ -13,7 +13,7 @@ from rkfac.curvature.block.base import Block
 from rkfac.curvature.block.direction import Direction
 from rkfac.curvature.block.settings import Group, Settings
 from rkfac.curvature.decompose import Exact
-from rkfac.curvature.factor import DenseFactor, Factor
+from rkfac.curvature.factor import DenseFactor, Factor, Refreshed
 from rkfac.curvature.following import Origin
 from rkfac.layers.base import UnitAdapter, Use, statistics_dtype
 from rkfac.linalg import Whole, number, size_of
@@ -53,7 +53,7 @@ class UnitBlock(Block):
         self.pending.moments[0].add(u.transpose(0, 1), weight, source=g)
         return rows
 
-    def decompose(self, group: Group) -> None:
+    def decompose(self, group: Group, made: Sequence[Refreshed[Any]] | None = None) -> None:
         """Blocks this small are always decomposed exactly."""
         in_force = self.settings.damping.alone(group["damping"], self.factor)
         request = self.settings.request(group, self.name, "unit", self.version, in_force, None)

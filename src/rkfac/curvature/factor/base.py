@@ -104,6 +104,19 @@ class Factor(ABC, Generic[Low]):
         rescaled = 0.0 if blank else keep * 2.0 ** (before - self._exponent)
         moment.blend_into(self._strips(self._value), rescaled, share, self._exponent)
 
+    # --- with others
+
+    def summed(self, moment: Moment, exponent: int) -> Tensor:
+        """A settled moment as one tensor that adds up over processes, in units of 4^exponent; zeros for an empty one."""
+        value = self._zero()
+        if moment.exponent is not None:
+            moment.blend_into(self._strips(value), 0.0, 1.0, 2 * exponent)
+        return self._saved(value)
+
+    def pooled(self, moment: Moment, total: Tensor, exponent: int) -> None:
+        """Let a moment stand for the sum over all processes."""
+        moment.pooled(self._strips(self._unsaved(total)), exponent)
+
     def _weights(self, decay: float) -> tuple[float, float]:
         """Count a statistic: what the past and what is new weigh in the average from now on, one together."""
         past = decay * self._weight
@@ -228,7 +241,11 @@ class Factor(ABC, Generic[Low]):
         """And back, onto this factor's device."""
 
     def _saved(self, value: Tensor) -> Tensor:
-        """The average as it is saved."""
+        """The average as it is saved and sent."""
+        return value
+
+    def _unsaved(self, value: Tensor) -> Tensor:
+        """And back."""
         return value
 
     def _loaded(self, saved: Any) -> Tensor:

@@ -112,6 +112,9 @@ class DenseFactor(LowRankFactor):
     def _saved(self, value: Tensor) -> Tensor:
         return folded(value, self.shape[-1])
 
+    def _unsaved(self, value: Tensor) -> Tensor:
+        return unfolded(value, self.shape[-1])
+
     def _loaded(self, saved: Any) -> Tensor:
         d, like = self.shape[-1], self._like
-        return unfolded(restored(saved, (*self.shape[:-1], *folded_shape(d)), like, like.dtype), d)
+        return self._unsaved(restored(saved, (*self.shape[:-1], *folded_shape(d)), like, like.dtype))

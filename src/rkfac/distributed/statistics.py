@@ -1,0 +1,126 @@
+"""Statistics of the global batch: what the processes have seen, added up before it enters anybody's averages.
+
+The loss that is trained on is the mean over the processes of their own, as DistributedDataParallel has it. A process is
+then what a pass of gradient accumulation with loss / W is: rows, samples and positions add up, and whoever undoes the
+scaling of a gradient must know of the W as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rkfac.curvature.block import Block
+from rkfac.curvature.factor import Factor
+from rkfac.curvature.moment import Moment
+from rkfac.distributed.world import World
+
+ELSEWHERE = "another process found that its statistics do not describe its gradient"
+NOTHING = -(2.0**20)  # an exponent below all
+
+
+@dataclass
+class Pooled:
+    """What all processes together know of the layers, by name."""
+
+    seen: set[str] = field(default_factory=set)  # of which somebody saw a call
+    spoilt: list[str] = field(default_factory=list)  # whose statistics were not finite somewhere
+
+
+def pool(blocks: Collection[Block], world: World, seen: Callable[[Block], bool]) -> Pooled:
+    """Let every block's pending statistics be those of all processes.
+
+    What is not finite in one process is left out in all. A block that was retired in one is retired in all.
+    """
+    blocks, found = list(blocks), Pooled()
+    headers = [_header(block, own, seen(block)) for block, own in zip(blocks, _settled(blocks), strict=True)]
+    numbers = [number for header in headers for number in header]
+    rows = world.gathered(numbers, blocks[0].weight.device, "how much they have seen")
+    shared: list[tuple[Block, Sequence[tuple[Factor[Any], Moment]], list[int]]] = []
+    at = 0
+    for block, header in zip(blocks, headers, strict=True):
+        theirs = [row[at : at + len(header)] for row in rows]
+        at += len(header)
+        if _agreed(block, theirs, found):
+            shared.append((block, block.summands(), _exponents(block, theirs)))
+    tensors = [_summands(block, pairs, exponents) for block, pairs, exponents in shared]
+    totals = iter(world.summed([t for own in tensors for t in own], f"statistics of {_names(shared)}"))
+    for block, pairs, exponents in shared:
+        for (factor, moment), exponent in zip(pairs, exponents, strict=True):
+            factor.pooled(moment, next(totals), exponent)
+        block.pooled_beside([next(totals) for _ in block.beside()])
+    return found
+
+
+def _settled(blocks: Sequence[Block]) -> list[bool]:
+    """Whether what each has seen here is finite; one synchronisation for all."""
+    readings = [[t for _, moment in block.summands() for t in moment.readings()] for block in blocks]
+    beside = [[t.sum() for t in block.beside()] for block in blocks]
+    asked = [t.double().reshape(()) for own, more in zip(readings, beside, strict=True) for t in (*own, *more)]
+    numbers = torch.stack(asked).tolist() if asked else []
+    finite, at = [], 0
+    for block, more in zip(blocks, beside, strict=True):
+        fine = True
+        for _, moment in block.summands():
+            fine &= moment.settle(numbers[at : at + moment.numbers])
+            at += moment.numbers
+        fine &= all(-float("inf") < n < float("inf") for n in numbers[at : at + len(more)])
+        at += len(more)
+        finite.append(fine)
+    return finite
+
+
+def _header(block: Block, finite: bool, seen: bool) -> list[float]:
+    """What is said of a block before anything is added up; the same length everywhere."""
+    counts = [float(n) for part in block.pending.parts for n in part.counts()]
+    exponents = [NOTHING if m.exponent is None else float(m.exponent) for _, m in block.summands()] if finite else None
+    return [
+        float(finite),
+        float(bool(block.retired)),
+        float(seen),
+        *counts,
+        *(exponents or [NOTHING] * len(block.summands())),
+    ]
+
+
+def _agreed(block: Block, theirs: Sequence[Sequence[float]], found: Pooled) -> bool:
+    """Take over what all say of a block; whether there is something to add up."""
+    finite, retired, seen = ([bool(row[i]) for row in theirs] for i in range(3))
+    if any(seen):
+        found.seen.add(block.name)
+    if any(retired):
+        block.retired = block.retired or ELSEWHERE
+        block.discard()
+        return False
+    parts = block.pending.parts
+    totals = [int(sum(row[3 + i] for row in theirs)) for i in range(4 * len(parts))]
+    if not totals[1]:
+        return False  # nobody has rows
+    if not all(finite):
+        block.discard()
+        found.spoilt.append(block.name)
+        return False
+    for i, part in enumerate(parts):
+        part.stand_for(*totals[4 * i : 4 * i + 4])
+    return True
+
+
+def _exponents(block: Block, theirs: Sequence[Sequence[float]]) -> list[int]:
+    """Of the units in which each summand is added up: the largest of all."""
+    first = 3 + 4 * len(block.pending.parts)
+    largest = [max(row[i] for row in theirs) for i in range(first, len(theirs[0]))]
+    return [0 if exponent == NOTHING else int(exponent) for exponent in largest]
+
+
+def _summands(block: Block, pairs: Sequence[tuple[Factor[Any], Moment]], exponents: Sequence[int]) -> list[Tensor]:
+    sums = [factor.summed(moment, e) for (factor, moment), e in zip(pairs, exponents, strict=True)]
+    return [*sums, *block.beside()]
+
+
+def _names(shared: Sequence[tuple[Block, object, object]]) -> str:
+    names = [block.name for block, _, _ in shared]
+    return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more layers" if len(names) > 3 else "")

@@ -1,0 +1,244 @@
+"""What the processes of a crew do when they meet: some agree, some do not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import rkfac
+from distributed.together import batches, build, even, flat, made, same_everywhere, share, steps_of
+from optim import stated
+
+
+def said_by(action: Callable[[], Any]) -> str:
+    """What it raises."""
+    try:
+        action()
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def differing(what: str) -> str:
+    """Every process builds an optimizer that differs from the others' in one thing."""
+    rank = distributed.get_rank()
+    model = build("mlp")
+    keywords: dict[str, Any] = {}
+    if what == "shapes" and rank == 1:
+        model = nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 4)).double()
+    if what == "frozen" and rank == 1:
+        model[0].weight.requires_grad_(False)
+    if what == "lr":
+        keywords["lr"] = 0.1 * (1 + rank)
+    if what == "damping_rule":
+        keywords["damping_rule"] = "pi" if rank else "factored"
+    if what == "class" and rank == 1:
+        return said_by(lambda: stated.SREKFAC(model))
+    return said_by(lambda: stated.RSKFAC(model, **keywords))
+
+
+def refused(optimizer: str, keywords: dict[str, Any]) -> tuple[str, str]:
+    """What a member says with others around, and when it is told to train by itself."""
+    if keywords.get("generator"):
+        keywords = {**keywords, "generator": torch.Generator()}
+    first = said_by(lambda: made(optimizer, build("mlp"), **keywords))
+    return first, said_by(lambda: made(optimizer, build("mlp"), process_group=False, **keywords))
+
+
+def by_itself() -> tuple[bool, Tensor]:
+    """process_group=False: different data, different results, nothing is exchanged."""
+    model, rank = build("mlp"), distributed.get_rank()
+    optimizer = made("RSKFAC", model, process_group=False)
+    for _ in steps_of(model, optimizer, batches("mlp", 6, 12), even(12, distributed.get_world_size())):
+        pass
+    return same_everywhere(flat(model)), torch.tensor(rank)
+
+
+def not_finite(where: str) -> tuple[list[str], bool, bool, bool]:
+    """One process sees NaN or Inf once: warnings, whether all are finite and equal, whether statistics were left out."""
+    model, rank = build("mlp"), distributed.get_rank()
+    net = DistributedDataParallel(model)
+    optimizer = made("RSKFAC", net, factor_every=1, inverse_every=1)
+    data, cuts = batches("mlp", 6, 12), even(12, distributed.get_world_size())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for i, batch in enumerate(data):
+            x, y = share(batch, rank, cuts)
+            optimizer.zero_grad()
+            handle = None
+            if i == 3 and rank == 1 and where == "gradient":
+                handle = model[2].register_full_backward_pre_hook(lambda m, g: (g[0] * float("inf"),))
+            if i == 3 and rank == 1 and where == "input":
+                x = x.clone()
+                x[0, 0] = float("nan")
+            F.cross_entropy(net(x), y).backward()
+            if handle is not None:
+                handle.remove()
+                for p in model.parameters():  # the averaged gradient itself is repaired: statistics alone are spoilt
+                    p.grad = torch.nan_to_num(p.grad, 0.0, 0.0, 0.0)
+            for p in model.parameters():
+                p.grad = torch.nan_to_num(p.grad, 0.0, 0.0, 0.0)
+                distributed.broadcast(p.grad, 0)
+            optimizer.step()
+    updates = {
+        s["updates"] for b in optimizer.state_dict()["curvature"]["blocks"].values() for s in b["factors"].values()
+    }
+    finite = bool(torch.isfinite(flat(model)).all())
+    return [str(w.message) for w in caught], finite, same_everywhere(flat(model)), 5 in updates
+
+
+def retired_in_one() -> tuple[list[str], bool]:
+    """A weight that one process alone uses by hand as well: nobody preconditions it."""
+    model, rank = build("mlp"), distributed.get_rank()
+    optimizer = made("RSKFAC", model)
+    for batch in batches("mlp", 6, 12):
+        x, y = share(batch, rank, even(12, distributed.get_world_size()))
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        if rank == 1:
+            loss = loss + 30 * F.linear(x, model[0].weight).square().mean()
+        loss.backward()
+        for p in model.parameters():
+            distributed.all_reduce(p.grad)
+            p.grad /= distributed.get_world_size()
+        optimizer.step()
+    return [r.name for r in optimizer.report() if not r.covered or r.reason], same_everywhere(flat(model))
+
+
+def sampled() -> tuple[bool, bool]:
+    """fisher="mc": all processes are equal, and what they draw is not."""
+    model = build("mlp")
+    net = DistributedDataParallel(model)
+    optimizer = made("RSKFAC", net, fisher="mc")
+    for _ in steps_of(net, optimizer, batches("mlp", 8, 12), even(12, distributed.get_world_size())):
+        pass
+    drawn = torch.rand(8, generator=optimizer._settings.randomness.local("fisher", 0))
+    return same_everywhere(flat(model)), same_everywhere(drawn)
+
+
+def drawn_rows() -> bool:
+    model = build("mlp")
+    net = DistributedDataParallel(model)
+    optimizer = made("RSKFAC", net, rows=2)
+    for _ in steps_of(net, optimizer, batches("mlp", 8, 12), even(12, distributed.get_world_size())):
+        pass
+    return same_everywhere(flat(model))
+
+
+def saved(optimizer: str, model: str, before: int, after: int) -> tuple[dict[str, Any], dict[str, Any], Tensor]:
+    """The state of model and optimizer after some steps, and the parameters after some more."""
+    net = build(model)
+    wrapped = DistributedDataParallel(net)
+    own = made(optimizer, wrapped)
+    cuts = even(12, distributed.get_world_size())
+    data = batches(model, before + after, 12)
+    for _ in steps_of(wrapped, own, data[:before], cuts):
+        pass
+    state = {name: value.clone() for name, value in net.state_dict().items()}
+    kept = _copied(own.state_dict())
+    for _ in steps_of(wrapped, own, data[before:], cuts):
+        pass
+    return state, kept, flat(net)
+
+
+def resumed(
+    optimizer: str, model: str, state: dict[str, Any], kept: dict[str, Any], before: int, after: int
+) -> tuple[Tensor, bool]:
+    """Go on from a state that another number of processes has saved."""
+    net = build(model)
+    net.load_state_dict(state)
+    wrapped = DistributedDataParallel(net)
+    own = made(optimizer, wrapped)
+    own.load_state_dict(_copied(kept))  # tensors that came through a pipe are the memory of all processes
+    for _ in steps_of(
+        wrapped, own, batches(model, before + after, 12)[before:], even(12, distributed.get_world_size())
+    ):
+        pass
+    return flat(net), same_everywhere(flat(net))
+
+
+def _copied(state: Any) -> Any:
+    if isinstance(state, Tensor):
+        return state.clone()
+    if isinstance(state, dict):
+        return {k: _copied(v) for k, v in state.items()}
+    return [_copied(v) for v in state] if isinstance(state, list) else state
+
+
+def died(when: str) -> str:
+    """One process is killed while something is exchanged; what the other one says."""
+    model, rank = build("mlp"), distributed.get_rank()
+    optimizer = made("RSKFAC", model)
+    world = optimizer._world
+    if rank == 1:
+        name = {"statistics": "summed", "refresh": "spread", "agreement": "gathered"}[when]
+
+        def die(*_: Any, **__: Any) -> Any:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        setattr(world, name, die)
+    x, y = share(batches("mlp", 1, 12)[0], rank, even(12, 2))
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    before = flat(model)
+    what = said_by(optimizer.step)
+    assert torch.equal(flat(model), before), "a parameter moved"
+    return what
+
+
+def stalled(seconds: float) -> str:
+    """One process stays away."""
+    import time
+
+    group = distributed.new_group(timeout=timedelta(seconds=seconds))
+    model, rank = build("mlp"), distributed.get_rank()
+    optimizer = made("RSKFAC", model, process_group=group)
+    x, y = share(batches("mlp", 1, 12)[0], rank, even(12, 2))
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    if rank == 1:
+        time.sleep(3 * seconds)
+        return "slept"
+    return said_by(optimizer.step)
+
+
+def counted(d: int, rank_kept: int) -> dict[str, int]:
+    """Bytes that one step with statistics and a refresh hands over, for one wide layer."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(d - 1, 8), nn.ReLU(), nn.Linear(8, 4))
+    optimizer = rkfac.RSKFAC(model, lr=0.01, rank=rank_kept, exclude=("2",), rows=None, process_group=None)
+    x, y = torch.randn(8, d - 1), torch.randint(4, (8,))
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    return dict(optimizer._world.sent)
+
+
+def later() -> tuple[str, bool, str]:
+    """The optimizer is built while nobody is there, as Lightning does; then the others come, and go."""
+    real = distributed.is_initialized
+    model = build("mlp")
+    try:
+        distributed.is_initialized = lambda: False
+        optimizer = made("RSKFAC", model)
+    finally:
+        distributed.is_initialized = real
+    alone = str(optimizer._world.size)
+    net = DistributedDataParallel(model)
+    data, cuts = batches("mlp", 4, 12), even(12, distributed.get_world_size())
+    for _ in steps_of(net, optimizer, data, cuts):
+        pass
+    try:
+        distributed.is_initialized = lambda: False
+        gone = said_by(optimizer.step)
+    finally:
+        distributed.is_initialized = real
+    return alone, same_everywhere(flat(model)) and not optimizer._world.alone, gone

@@ -1,0 +1,135 @@
+"""Processes that meet: who is refused, what one of them alone has seen, who dies."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from distributed.crew import Crew
+from distributed.meeting import (
+    by_itself,
+    counted,
+    died,
+    differing,
+    drawn_rows,
+    later,
+    not_finite,
+    refused,
+    resumed,
+    retired_in_one,
+    sampled,
+    saved,
+    stalled,
+)
+
+
+@pytest.mark.parametrize(
+    "what, named",
+    [
+        ("shapes", "the model"),
+        ("frozen", "what is trained"),
+        ("lr", "its groups"),
+        ("damping_rule", "damping"),
+        ("class", "the optimizer"),
+    ],
+)
+def test_processes_that_differ_are_refused_by_name_in_all_of_them(pair: Crew, what: str, named: str) -> None:
+    for said in pair.run(differing, what):
+        assert "do not train the same thing" in said
+        assert f"{named}:" in said
+        assert "in process 0" in said
+        assert "in process 1" in said
+
+
+@pytest.mark.parametrize(
+    "optimizer, keywords",
+    [("BKFAC", {}), ("SKFAC", {}), ("SENG", {}), ("KLDWRM-qe", {}), ("RSKFAC", {"generator": True})],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_knows_of_one_process_alone_says_so(pair: Crew, optimizer: str, keywords: dict[str, Any]) -> None:
+    for first, second in pair.run(refused, optimizer, keywords):
+        assert "2 processes" in first
+        assert "generator=" in first if keywords else "process_group=False" in first
+        assert second == "nothing"
+
+
+def test_a_process_may_train_by_itself(pair: Crew) -> None:
+    assert [equal for equal, _ in pair.run(by_itself)] == [False, False]
+
+
+@pytest.mark.parametrize("where", ["input", "gradient"])
+def test_what_is_not_finite_in_one_process_is_left_out_in_all(pair: Crew, where: str) -> None:
+    for messages, finite, equal, left_out in pair.run(not_finite, where):
+        assert any("statistics with NaN or Inf were left out" in message for message in messages)
+        assert finite
+        assert equal
+        assert left_out
+
+
+def test_a_layer_that_one_process_cannot_describe_is_left_alone_by_all(pair: Crew) -> None:
+    for names, equal in pair.run(retired_in_one):
+        assert names == ["0"]
+        assert equal
+
+
+def test_sampled_targets_and_rows_are_each_process_s_own(pair: Crew) -> None:
+    for equal, drawn_alike in pair.run(sampled):
+        assert equal
+        assert not drawn_alike
+    assert pair.run(drawn_rows) == [True, True]
+
+
+def test_the_optimizer_may_be_there_before_the_others_and_notices_when_they_are_gone(pair: Crew) -> None:
+    for alone, trained, gone in pair.run(later):
+        assert alone == "1"
+        assert trained
+        assert "is gone" in gone
+
+
+@pytest.mark.parametrize("optimizer", ["RSKFAC", "EKFAC", "recommended", "graft-adamw", "stale"])
+def test_a_state_saved_by_two_goes_on_in_two_and_in_four(pair: Crew, crew: Crew, optimizer: str) -> None:
+    before, after = 7, 8
+    (state, kept, end), other = pair.run(saved, optimizer, "convnet", before, after)
+    assert torch.equal(end, other[2])
+    for got, equal in crew.run(resumed, optimizer, "convnet", state, kept, before, after):
+        assert equal
+        torch.testing.assert_close(got, end, rtol=0, atol=0.0 if crew.size == 2 else 1e-10)
+
+
+@pytest.mark.parametrize("when", ["agreement", "statistics", "refresh"])
+def test_a_process_that_is_killed_stops_the_others_with_an_error_and_moves_nothing(when: str) -> None:
+    crew = Crew(2, timeout=20)
+    try:
+        began = time.monotonic()
+        crew.begin(died, when)
+        good, said = crew.outcome(0, 40)
+        assert good, said
+        assert time.monotonic() - began < 35
+        assert "could not exchange" in said
+        assert {"agreement": "how much", "statistics": "statistics of '0'", "refresh": "decompositions"}[when] in said
+        crew.processes[1].join(5)
+        assert crew.processes[1].exitcode == -9
+    finally:
+        crew.dismiss()
+
+
+def test_a_process_that_stays_away_is_an_error_after_the_timeout() -> None:
+    crew = Crew(2)
+    try:
+        crew.begin(stalled, 4.0)
+        good, said = crew.outcome(0, 60)
+        assert good, said
+        assert "could not exchange" in said
+        assert "timeout" in said
+    finally:
+        crew.dismiss()
+
+
+def test_eigenpairs_and_halves_are_what_is_sent(pair: Crew) -> None:
+    d, rank = 4609, 220
+    for sent in pair.run(counted, d, rank):
+        assert 0 < sent["statistics"] <= 4 * (d * (d + 1) / 2 + 8 * 9 / 2)
+    assert 0 < sum(sent["decompositions"] for sent in pair.run(counted, d, rank)) <= 0.1 * 4 * d**2
