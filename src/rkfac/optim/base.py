@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
+from rkfac import compat
 from rkfac.curvature.block import Block, KroneckerBlock, Settings, TiedBlock, UnitBlock
 from rkfac.curvature.capture import Capture, close_with
 from rkfac.curvature.fisher import Likelihood
@@ -22,7 +23,7 @@ from rkfac.curvature.natural import NaturalHook, silence_others
 from rkfac.curvature.sampled import SampledCapture
 from rkfac.distributed import ALONE, Pooled, World, agree, pool, refresh, world_of
 from rkfac.layers import Adapter, KroneckerAdapter, TiedAdapter, Uncovered, UnitAdapter, Use
-from rkfac.optim import memory
+from rkfac.optim import memory, portable
 from rkfac.optim.adaptive import LevenbergMarquardt, Watch
 from rkfac.optim.amp import loss_scale
 from rkfac.optim.arguments import GROUP_RULES, check_group, check_power, refuse_lacking, refuse_whole
@@ -391,6 +392,8 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             "randomness": self._settings.randomness.state_dict(),
             "blocks": {name: block.state_dict() for name, block in self._blocks.items()},
         }
+        if compat.called_by_distributed_checkpoint():
+            return portable.inscribed(state, {n: b.weight for n, b in self._blocks.items()}, self.param_groups)
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -403,6 +406,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             self._draws = rewound
 
         with memory.all_or_nothing(self, self._blocks, rewind):
+            state_dict = portable.read(state_dict)
             own, beside = self._fingerprint, self._rule.beside
             curvature = memory.checked(state_dict, self._blocks, self.param_groups, own, beside)
             for name, block in self._blocks.items():
