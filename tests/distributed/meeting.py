@@ -134,11 +134,13 @@ def drawn_rows() -> bool:
     return same_everywhere(flat(model))
 
 
-def saved(optimizer: str, model: str, before: int, after: int) -> tuple[dict[str, Any], dict[str, Any], Tensor]:
+def saved(
+    optimizer: str, model: str, before: int, after: int, **keywords: Any
+) -> tuple[dict[str, Any], dict[str, Any], Tensor]:
     """The state of model and optimizer after some steps, and the parameters after some more."""
     net = build(model)
     wrapped = DistributedDataParallel(net)
-    own = made(optimizer, wrapped)
+    own = made(optimizer, wrapped, **keywords)
     cuts = even(12, distributed.get_world_size())
     data = batches(model, before + after, 12)
     for _ in steps_of(wrapped, own, data[:before], cuts):
@@ -151,13 +153,13 @@ def saved(optimizer: str, model: str, before: int, after: int) -> tuple[dict[str
 
 
 def resumed(
-    optimizer: str, model: str, state: dict[str, Any], kept: dict[str, Any], before: int, after: int
+    optimizer: str, model: str, state: dict[str, Any], kept: dict[str, Any], before: int, after: int, **keywords: Any
 ) -> tuple[Tensor, bool]:
     """Go on from a state that another number of processes has saved."""
     net = build(model)
     net.load_state_dict(state)
     wrapped = DistributedDataParallel(net)
-    own = made(optimizer, wrapped)
+    own = made(optimizer, wrapped, **keywords)
     own.load_state_dict(_copied(kept))  # tensors that came through a pipe are the memory of all processes
     for _ in steps_of(
         wrapped, own, batches(model, before + after, 12)[before:], even(12, distributed.get_world_size())
@@ -266,3 +268,24 @@ def tensor_parallel() -> str:
     mesh = init_device_mesh("cpu", (2,))
     model = parallelize_module(build("mlp"), mesh, {"0": ColwiseParallel()})
     return said_by(lambda: stated.RSKFAC(model))
+
+
+def saved_owned(before: int, after: int) -> Any:
+    return saved("RSKFAC", "wide", before, after, memory="owned")
+
+
+def resumed_owned(state: dict[str, Any], kept: dict[str, Any], before: int, after: int, memory: str) -> Any:
+    return resumed("RSKFAC", "wide", state, kept, before, after, memory=memory)
+
+
+def held() -> tuple[int, int, str]:
+    """Bytes of averages with everything in every process and with owners, and what a spectrum of another's says."""
+    found = []
+    for memory in ("replicated", "owned"):
+        net = build("wide")
+        optimizer = made("RSKFAC", net, memory=memory)
+        for _ in steps_of(net, optimizer, batches("wide", 3, 12), even(12, distributed.get_world_size())):
+            pass
+        found.append(sum(r.bytes["factors"] for r in optimizer.report() if r.covered))
+    said = [said_by(lambda name=name: optimizer.spectrum(name)) for name in ("0", "2", "4")]
+    return found[0], found[1], "; ".join(said)

@@ -15,13 +15,16 @@ from distributed.meeting import (
     died,
     differing,
     drawn_rows,
+    held,
     later,
     not_finite,
     refused,
     resumed,
+    resumed_owned,
     retired_in_one,
     sampled,
     saved,
+    saved_owned,
     sharded,
     stalled,
     tensor_parallel,
@@ -148,3 +151,29 @@ def test_fully_shard_is_refused_by_name_whenever_it_happens(pair: Crew, when: st
 def test_tensor_parallel_is_refused_by_name(pair: Crew) -> None:
     for said in pair.run(tensor_parallel):
         assert "tensor parallel" in said
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return bool(torch.equal(one, other)) if isinstance(one, torch.Tensor) else bool(one == other)
+
+
+@pytest.mark.parametrize("memory", ["owned", "replicated"])
+def test_a_state_whose_parts_are_in_several_processes_is_saved_whole(pair: Crew, crew: Crew, memory: str) -> None:
+    (state, kept, end), (_, other, _) = pair.run(saved_owned, 7, 8)
+    assert _same(other, kept)
+    for got, equal in crew.run(resumed_owned, state, kept, 7, 8, memory):
+        assert equal
+        torch.testing.assert_close(got, end, rtol=0, atol=1e-10)
+
+
+def test_owned_averages_are_in_one_process_alone(pair: Crew) -> None:
+    (everything, first, said), (also, second, also_said) = pair.run(held)
+    assert everything == also
+    assert first + second == everything
+    assert max(first, second) < 0.7 * everything
+    assert "another process keeps" in said
+    assert "another process keeps" in also_said

@@ -81,3 +81,15 @@ def test_every_damping_rule_at_its_own_length(pair: Crew, rule: str) -> None:
 
 def test_natural_gradients_of_the_backward_pass_are_averaged_by_ddp(crew: Crew) -> None:
     check(crew, "RSKFAC", "mlp", "before", 4, None, 1, False, None, {"apply": "backward"})
+
+
+@pytest.mark.parametrize("optimizer", ["RSKFAC", "KFAC", "EKFAC", "graft-adamw", "stale", "recommended"])
+@pytest.mark.parametrize("model", ["wide", "speaker"])
+def test_averages_that_one_process_keeps(crew: Crew, optimizer: str, model: str) -> None:
+    check(crew, optimizer, model, "before", 12, None, 1, False, None, {"memory": "owned"})
+
+
+@pytest.mark.parametrize("rule", ["product", "pi"])
+def test_owned_averages_under_rules_that_ask_for_both_sides(pair: Crew, rule: str) -> None:
+    keywords = {"damping_rule": rule, "relative_to": "mean", "damping": 1.0, "memory": "owned"}
+    check(pair, "KFAC", "wide", "before", 12, None, 1, False, None, keywords)

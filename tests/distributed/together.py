@@ -48,12 +48,19 @@ def frozen_convnet() -> nn.Module:
     return model
 
 
+def wide() -> nn.Module:
+    """Layers too wide to be inverted as they are."""
+    layers = nn.Linear(6, 300), nn.Tanh(), nn.Linear(300, 310), nn.Tanh(), nn.Linear(310, 4)
+    return nn.Sequential(*layers).double()
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Batch]]] = {
     "mlp": (mlp, rows),
     "convnet": (frozen_convnet, images),
     "reader": (reader, sentences),
     "speaker": (speaker, sentences),
     "chooser": (chooser, rows),
+    "wide": (wide, rows),
 }
 
 

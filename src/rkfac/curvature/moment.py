@@ -180,6 +180,26 @@ class _Total(_Part):
         return torch.stack([d.double().sum() for d in diagonals]).sum() * 4.0**self.known
 
 
+@dataclass(eq=False)
+class _Elsewhere(_Part):
+    """What another process has of it; here its trace is known, in units of 4^known."""
+
+    known_trace: Tensor
+    known: int
+
+    def readings(self) -> list[Tensor]:
+        return [self.known_trace]
+
+    def settle(self, largest: float) -> None:
+        self.exponent = self.unit_exponent = self.known
+
+    def blend_into(self, strips: Sequence[Tensor], keep: float, take: float) -> None:
+        raise RuntimeError("another process keeps this average")
+
+    def trace(self) -> Tensor:
+        return self.known_trace * 4.0**self.known
+
+
 class Moment(Collected[_Part]):
     """sum w r r^T over the rows seen since the last step; moments add up, `add` takes more rows of one weight w.
 
@@ -193,7 +213,7 @@ class Moment(Collected[_Part]):
         self._kept: list[_Rows] = []
         self._sum: _Sum | None = None
         self._finished: _Sum | None = None  # cut otherwise than sums of rows
-        self._total: _Total | None = None  # in the place of all that was seen here
+        self._total: _Total | _Elsewhere | None = None  # in the place of all that was seen here
         self._elements = 0
         self._dead = False
 
@@ -250,6 +270,10 @@ class Moment(Collected[_Part]):
     def pooled(self, strips: list[Tensor], exponent: int) -> None:
         """Stand for what several processes have added up, in units of 4^exponent."""
         self._total = _Total(strips, exponent)
+
+    def left(self, trace: Tensor, exponent: int) -> None:
+        """The same where another process keeps the sum."""
+        self._total = _Elsewhere(trace, exponent)
 
     @property
     def empty(self) -> bool:

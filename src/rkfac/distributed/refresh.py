@@ -16,7 +16,8 @@ from torch import Tensor
 from rkfac.curvature.block import Block, Group
 from rkfac.curvature.decompose import Request
 from rkfac.curvature.factor import Factor, Refreshed
-from rkfac.distributed.world import World
+from rkfac.distributed.assignment import assigned
+from rkfac.distributed.ownership import Ownership
 from rkfac.linalg import DecompositionError
 
 
@@ -25,19 +26,24 @@ class Task:
     """One factor to be decomposed."""
 
     block: Block
+    side: str
     factor: Factor[Any]
     request: Request
 
 
-def refresh(due: Sequence[tuple[Block, Group]], world: World) -> None:
+def refresh(due: Sequence[tuple[Block, Group]], ownership: Ownership) -> None:
     """What every block's own `refresh` does, with the expensive part shared out."""
-    if world.alone:
+    if ownership.world.alone:
         for block, group in due:
             block.refresh(group)
         return
-    tasks = [Task(block, *asked) for block, group in due for asked in block.asked(group)]
+    tasks = [
+        Task(block, side, *asked)
+        for block, group in due
+        for side, asked in zip(block.factors, block.asked(group), strict=False)  # all of them, or none
+    ]
     made: dict[int, list[Refreshed[Any] | DecompositionError]] = {}
-    for task, result in zip(tasks, _exchanged(tasks, world) if tasks else (), strict=True):
+    for task, result in zip(tasks, _exchanged(tasks, ownership) if tasks else (), strict=True):
         made.setdefault(id(task.block), []).append(result)
     for block, group in due:
         found = made.get(id(block))
@@ -46,19 +52,21 @@ def refresh(due: Sequence[tuple[Block, Group]], world: World) -> None:
         block.refresh(group, failed or done)
 
 
-def owners(costs: Sequence[float], processes: int) -> list[int]:
-    """Who does which task: the longest first, each to whoever has least to do (never a third more than the best there is)."""
-    load = [0.0] * processes
-    found = [0] * len(costs)
-    for task in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        found[task] = min(range(processes), key=lambda rank: (load[rank], rank))
-        load[found[task]] += costs[task]
-    return found
+def _doers(tasks: Sequence[Task], ownership: Ownership) -> list[int]:
+    """Who keeps an average decomposes it; what everybody has goes to whoever has least to do."""
+    found = [ownership.owner(task.block, task.side) for task in tasks]
+    costs = [float(task.factor.refresh_cost) for task in tasks]
+    load = [0.0] * ownership.world.size
+    for owner, cost in zip(found, costs, strict=True):
+        if owner is not None:
+            load[owner] += cost
+    others = iter(assigned([cost for owner, cost in zip(found, costs, strict=True) if owner is None], load))
+    return [next(others) if owner is None else owner for owner in found]
 
 
-def _exchanged(tasks: Sequence[Task], world: World) -> list[Refreshed[Any] | DecompositionError]:
+def _exchanged(tasks: Sequence[Task], ownership: Ownership) -> list[Refreshed[Any] | DecompositionError]:
     """The result of every task, or why it failed where it was tried."""
-    who = owners([float(task.factor.refresh_cost) for task in tasks], world.size)
+    world, who = ownership.world, _doers(tasks, ownership)
     mine: dict[int, Refreshed[Any] | DecompositionError] = {}
     for number, task in enumerate(tasks):
         if who[number] == world.rank:

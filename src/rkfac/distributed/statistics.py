@@ -17,6 +17,7 @@ from torch import Tensor
 from rkfac.curvature.block import Block
 from rkfac.curvature.factor import Factor
 from rkfac.curvature.moment import Moment
+from rkfac.distributed.ownership import Ownership
 from rkfac.distributed.world import World
 
 ELSEWHERE = "another process found that its statistics do not describe its gradient"
@@ -31,29 +32,74 @@ class Pooled:
     spoilt: list[str] = field(default_factory=list)  # whose statistics were not finite somewhere
 
 
-def pool(blocks: Collection[Block], world: World, seen: Callable[[Block], bool]) -> Pooled:
+def pool(blocks: Collection[Block], ownership: Ownership, seen: Callable[[Block], bool]) -> Pooled:
     """Let every block's pending statistics be those of all processes.
 
     What is not finite in one process is left out in all. A block that was retired in one is retired in all.
     """
-    blocks, found = list(blocks), Pooled()
+    blocks, found, world = list(blocks), Pooled(), ownership.world
+    ownership.settle(blocks)
     headers = [_header(block, own, seen(block)) for block, own in zip(blocks, _settled(blocks), strict=True)]
     numbers = [number for header in headers for number in header]
     rows = world.gathered(numbers, blocks[0].weight.device, "how much they have seen")
-    shared: list[tuple[Block, Sequence[tuple[Factor[Any], Moment]], list[int]]] = []
+    shared: list[_Summand] = []
+    pooled: list[Block] = []
     at = 0
     for block, header in zip(blocks, headers, strict=True):
         theirs = [row[at : at + len(header)] for row in rows]
         at += len(header)
         if _agreed(block, theirs, found):
-            shared.append((block, block.summands(), _exponents(block, theirs)))
-    tensors = [_summands(block, pairs, exponents) for block, pairs, exponents in shared]
-    totals = iter(world.summed([t for own in tensors for t in own], f"statistics of {_names(shared)}"))
-    for block, pairs, exponents in shared:
-        for (factor, moment), exponent in zip(pairs, exponents, strict=True):
-            factor.pooled(moment, next(totals), exponent)
-        block.pooled_beside([next(totals) for _ in block.beside()])
+            pooled.append(block)
+            owners = [ownership.owner(block, side) for side, factor in block.factors.items() if factor.learns]
+            # Where a layer has other sums than one a factor, nobody owns any.
+            owners = owners if any(owner is not None for owner in owners) else [None] * len(block.summands())
+            summands = zip(block.summands(), _exponents(block, theirs), owners, strict=True)
+            shared += [_Summand(*pair, exponent, owner) for pair, exponent, owner in summands]
+    if pooled:
+        _add_up(pooled, shared, world)
     return found
+
+
+@dataclass(frozen=True, eq=False)
+class _Summand:
+    """A moment, the factor whose layout it has, the exponent of its units, and who keeps the sum (None: everybody)."""
+
+    factor: Factor[Any]
+    moment: Moment
+    exponent: int
+    owner: int | None
+
+    @property
+    def sum(self) -> Tensor:
+        """What this process has seen, as one tensor."""
+        return self.factor.summed(self.moment, self.exponent)
+
+    def trace(self) -> Tensor:
+        """Of the same."""
+        seen = self.moment.exponent is not None
+        trace = self.moment.trace() if seen else torch.zeros((), dtype=torch.float64, device=self.factor.device)
+        return trace * 4.0**-self.exponent
+
+
+def _add_up(pooled: Sequence[Block], shared: Sequence[_Summand], world: World) -> None:
+    """The sums for everybody, and those that one process keeps for that one; their traces are for everybody too."""
+    what = f"statistics of {_names(pooled)}"
+    common, owned = ([s for s in shared if (s.owner is None) is everybody] for everybody in (True, False))
+    traces = [torch.stack([summand.trace() for summand in owned])] if owned else []
+    beside = [t for block in pooled for t in block.beside()]
+    totals = iter(world.summed([*(summand.sum for summand in common), *beside, *traces], what))
+    for summand in common:
+        summand.factor.pooled(summand.moment, next(totals), summand.exponent)
+    for block in pooled:
+        block.pooled_beside([next(totals) for _ in block.beside()])
+    if not owned:
+        return
+    mine = world.delivered([summand.sum for summand in owned], [s.owner or 0 for s in owned], what)
+    for summand, total, trace in zip(owned, mine, next(totals), strict=True):
+        if summand.owner == world.rank:
+            summand.factor.pooled(summand.moment, total, summand.exponent)
+        else:
+            summand.moment.left(trace, summand.exponent)
 
 
 def _settled(blocks: Sequence[Block]) -> list[bool]:
@@ -116,11 +162,6 @@ def _exponents(block: Block, theirs: Sequence[Sequence[float]]) -> list[int]:
     return [0 if exponent == NOTHING else int(exponent) for exponent in largest]
 
 
-def _summands(block: Block, pairs: Sequence[tuple[Factor[Any], Moment]], exponents: Sequence[int]) -> list[Tensor]:
-    sums = [factor.summed(moment, e) for (factor, moment), e in zip(pairs, exponents, strict=True)]
-    return [*sums, *block.beside()]
-
-
-def _names(shared: Sequence[tuple[Block, object, object]]) -> str:
-    names = [block.name for block, _, _ in shared]
+def _names(blocks: Sequence[Block]) -> str:
+    names = [block.name for block in blocks]
     return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more layers" if len(names) > 3 else "")

@@ -70,6 +70,30 @@ class World:
                 work.wait()
         return found
 
+    def delivered(self, tensors: Sequence[Tensor], to: Sequence[int], what: str) -> list[Tensor]:
+        """Sums over all processes, each for one of them: what the others get means nothing."""
+        found: dict[int, Tensor] = {}
+        waiting = []
+        with self._exchanging(what):
+            for rank in range(self.size):
+                numbers = [i for i, owner in enumerate(to) if owner == rank]
+                at = iter(numbers)
+                for some in buckets([tensors[i] for i in numbers]):
+                    flat = torch.cat([t.reshape(-1) for t in some])
+                    waiting.append(distributed.reduce(flat, group=self.group, group_dst=rank, async_op=True))
+                    self.sent["statistics"] += flat.nbytes
+                    for part, t in zip(flat.split([t.numel() for t in some]), some, strict=True):
+                        found[next(at)] = part.view(t.shape)
+            for work in waiting:
+                work.wait()
+        return [found[i] for i in range(len(tensors))]
+
+    def lent(self, tensor: Tensor, owner: int, what: str) -> Tensor:
+        """One process's tensor for everybody, in place."""
+        with self._exchanging(what):
+            distributed.broadcast(tensor, group=self.group, group_src=owner)
+        return tensor
+
     def spread(self, mine: Tensor, sizes: Sequence[int], what: str) -> list[Tensor]:
         """Bytes of every process for everybody; `sizes` says how many each has."""
         buffers = [

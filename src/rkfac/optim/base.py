@@ -21,9 +21,10 @@ from rkfac.curvature.following import RowHook
 from rkfac.curvature.hooks import full_precision
 from rkfac.curvature.natural import NaturalHook, silence_others
 from rkfac.curvature.sampled import SampledCapture
-from rkfac.distributed import ALONE, Pooled, World, agree, pool, refresh, world_of
+from rkfac.distributed import ALONE, Ownership, Pooled, World, agree, pool, refresh, world_of
 from rkfac.layers import Adapter, KroneckerAdapter, TiedAdapter, Uncovered, UnitAdapter, Use
-from rkfac.optim import memory, portable
+from rkfac.optim import memory as saved_states
+from rkfac.optim import portable
 from rkfac.optim.adaptive import LevenbergMarquardt, Watch
 from rkfac.optim.amp import loss_scale
 from rkfac.optim.arguments import GROUP_RULES, check_group, check_power, refuse_lacking, refuse_whole
@@ -74,6 +75,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         adaptive_damping: LevenbergMarquardt | None,
         grad_scaler: Any,
         process_group: Any = None,
+        memory: str = "replicated",
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ValueError(f"model must be an nn.Module, got {type(model).__name__}; parameters go into params=")
@@ -88,7 +90,8 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         self._step = 0
         self._closed = False
         self._paused = False
-        self._world = ALONE
+        self._world, self._memory = ALONE, memory
+        self._ownership = Ownership(ALONE, False)
         self._capture: Capture | None = None
         self._given, self._process_group = weakref.ref(model), process_group
         self._model = unwrapped(model)
@@ -96,7 +99,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         super().__init__(list(model.parameters()) if params is None else params, defaults)
         self._blocks: dict[str, Block] = {}
         self._reasons: dict[str, LeftOut] = {}
-        self._fingerprint = memory.fingerprint(settings, likelihood, graft, fallback)
+        self._fingerprint = saved_states.fingerprint(settings, likelihood, graft, fallback)
         if likelihood is None:
             self._capture = Capture(self._model)
         else:
@@ -139,9 +142,16 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             )
         self._refuse_alone(found)
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
-        own = {**self._fingerprint, "the optimizer": type(self).__name__, "its groups": groups, "its steps": self._step}
+        own = {
+            **self._fingerprint,
+            "memory": self._memory,
+            "the optimizer": type(self).__name__,
+            "its groups": groups,
+            "its steps": self._step,
+        }
         agree(found, dict(self._model.named_parameters()), own)
         self._world, self._settings.randomness.rank = found, found.rank
+        self._ownership = Ownership(found, self._memory == "owned")
         self._set_apart(self._blocks.values())
 
     def _refuse_alone(self, found: World) -> None:
@@ -295,7 +305,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         assert self._capture is not None
         unseen, pooled = self._capture.unseen, Pooled()
         if not self._world.alone and self._blocks:
-            pooled = pool(self._blocks.values(), self._world, lambda block: not unseen(block))
+            pooled = pool(self._blocks.values(), self._ownership, lambda block: not unseen(block))
         notice_unseen(self._blocks.values(), lambda b: not unseen(b) or b.name in pooled.seen, self._group)
         return pooled.spoilt
 
@@ -328,7 +338,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             due = block.pace.news if block.pace else due
             if block.observed and not block.retired and block.weight.requires_grad and block.asks(due):
                 asking.append((block, self._group(block)))
-        refresh(asking, self._world)
+        refresh(asking, self._ownership)
 
     @property
     def _rule(self) -> Rule:
@@ -381,10 +391,17 @@ class CurvatureOptimizer(torch.optim.Optimizer):
     # --- memory
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's state plus the curvature: tensors, numbers and strings only, so that `weights_only=True` loads it."""
+        """torch's state plus the curvature: tensors, numbers and strings only, so that `weights_only=True` loads it.
+
+        With memory="owned" all processes must ask for it, for each has a part of it alone.
+        """
+        with self._ownership.whole(self._blocks.values()):
+            return self._state()
+
+    def _state(self) -> dict[str, Any]:
         state = super().state_dict()
         state["curvature"] = {
-            "format": memory.STATE_FORMAT,
+            "format": saved_states.STATE_FORMAT,
             "fingerprint": dict(self._fingerprint),
             "step": self._step,
             "draws": self._draws,
@@ -405,10 +422,10 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             randomness.load_state_dict(drawn)
             self._draws = rewound
 
-        with memory.all_or_nothing(self, self._blocks, rewind):
+        with saved_states.all_or_nothing(self, self._blocks, rewind):
             state_dict = portable.read(state_dict)
             own, beside = self._fingerprint, self._rule.beside
-            curvature = memory.checked(state_dict, self._blocks, self.param_groups, own, beside)
+            curvature = saved_states.checked(state_dict, self._blocks, self.param_groups, own, beside)
             for name, block in self._blocks.items():
                 block.load_state_dict(curvature["blocks"][name])
             randomness.load_state_dict(curvature["randomness"])

@@ -113,6 +113,8 @@ class KFAC(CurvatureOptimizer):
                         shared out, so that W of them take the steps of one with the whole batch, their losses being
                         averaged. None: the group of the model's DistributedDataParallel, or all processes there are;
                         False: this process trains by itself, whoever else is there
+      memory            "replicated": every process keeps all averages; "owned": those of wide layers are in one process
+                        alone, which decomposes them; all processes must then ask for the state_dict together
       max_failures      failed decompositions, or updates that are not finite, in a row before an error is raised
       generator, seed   randomness of sketches and sampled labels: from a seed every draw gets one of its own, so that
                         layers do not depend on each other; a generator is used by all draws in their order
@@ -168,6 +170,7 @@ class KFAC(CurvatureOptimizer):
         adaptive_damping: LevenbergMarquardt | None = None,
         grad_scaler: Any = None,
         process_group: Any = None,
+        memory: Literal["replicated", "owned"] = "replicated",
         max_failures: int = 3,
         maximize: bool = False,
         generator: torch.Generator | None = None,
@@ -184,6 +187,7 @@ class KFAC(CurvatureOptimizer):
         check_choice("apply", apply, ("step", "backward"))
         if apply == "backward" and (what := needs_plain_gradients(graft, damping_rule, adaptive_damping)):
             raise ValueError(f"apply='backward' does not go with {what}: leave one of them away")
+        check_choice("memory", memory, ("replicated", "owned"))
         check_choice("fallback", fallback, ("sgd", "adamw", None))
         check_choice("relative_to", relative_to, ("mean", "largest", None))
         check_power(power, kl_clip, adaptive_damping is not None)
@@ -259,6 +263,7 @@ class KFAC(CurvatureOptimizer):
             adaptive_damping=adaptive_damping,
             grad_scaler=grad_scaler,
             process_group=process_group,
+            memory=memory,
         )
 
 

@@ -220,6 +220,11 @@ class Block(ABC):
     def pooled_beside(self, totals: Sequence[Tensor]) -> None:  # noqa: B027 - most have none
         """Go over to those of all processes."""
 
+    @property
+    def ownable(self) -> tuple[str, ...]:
+        """Sides whose averages may be in one process alone, for all that is asked of them elsewhere is their decomposition."""
+        return ()
+
     def discard(self) -> None:
         """Drop what is pending."""
         self.pending = self.statistics()

@@ -140,6 +140,12 @@ class KroneckerBlock(Block):
         requests = self._requests(group)
         return [] if self._keeps_all(requests) else requests
 
+    @property
+    def ownable(self) -> tuple[str, ...]:
+        """Wide ones; small factors are inverted everywhere, and those of groups are small."""
+        wide = [side for side, f in self.factors.items() if type(f) is DenseFactor and len(f.shape) == 1]
+        return () if self._inverts else tuple(wide)
+
     def decompose(self, group: Group, made: Sequence[Refreshed[Any]] | None = None) -> None:
         """Both factors; nothing changes if either fails."""
         finished = [self._adopted(one) for one in (self._made(group) if made is None else made)]

@@ -43,6 +43,11 @@ class Proximal(Block):
         """Unless a model looks at the batch itself, of which every process has another one."""
         return not self.settings.method.asks_for_the_batch
 
+    @property
+    def ownable(self) -> tuple[str, ...]:
+        """None where the present batch is blended into the averages: everybody needs them then."""
+        return () if self.settings.method.quadratic else self.plain.ownable.fget(self)  # type: ignore[attr-defined]
+
     def begin(self) -> None:
         """The last step's statistics are not this one's."""
         self._batch, self._blended, self._alone = (), None, None

@@ -98,6 +98,11 @@ class TiedBlock(KroneckerBlock):
         """Of both uses apart: their units differ."""
         return TiedStatistics()
 
+    @property
+    def ownable(self) -> tuple[str, ...]:
+        """Neither: what both uses weigh is decided by sums of all four moments."""
+        return ()
+
     def summands(self) -> list[tuple[Factor[Any], Moment]]:
         """Four, two a side, in a layout of their own: of a side that is left out the traces are asked for all the same."""
         assert isinstance(self.pending, TiedStatistics)

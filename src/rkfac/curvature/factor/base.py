@@ -62,6 +62,18 @@ class Factor(ABC, Generic[Low]):
         self._weight = self._identity = 1.0 if start.identity else 0.0
         self.updates = 0
         self._refreshed: Refreshed[Low] | None = None
+        self._away: Tensor | None = None  # the value's trace in true units, where another process keeps the average
+        self._lent: tuple[Tensor | None, float] | None = None  # the saved value and its level, while a state is made
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the average."""
+        return self._like.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return self._like.device
 
     def moment(self) -> Moment:
         """An empty moment of the kind that it takes."""
@@ -92,6 +104,10 @@ class Factor(ABC, Generic[Low]):
 
     def take(self, moment: Moment, decay: float) -> None:
         """One more statistic, in place."""
+        if self._away is not None:
+            keep, share = self._weights(decay)
+            self._away = keep * self._away + share * moment.scale * moment.trace()
+            return
         self._value = self._present
         keep, share = self._weights(decay)
         before, blank = self._exponent, math.isinf(self._level)
@@ -116,6 +132,30 @@ class Factor(ABC, Generic[Low]):
     def pooled(self, moment: Moment, total: Tensor, exponent: int) -> None:
         """Let a moment stand for the sum over all processes."""
         moment.pooled(self._strips(self._unsaved(total)), exponent)
+
+    @property
+    def here(self) -> bool:
+        """Whether the average is in this process, and not in another process."""
+        return self._away is None
+
+    def leave(self) -> None:
+        """Let another process keep the average: here its trace and what is made of it are enough."""
+        if self._away is None:
+            self._away = self.trace() - self._identity * self.shape[-1]
+            self._value = None
+
+    def lend(self) -> tuple[Tensor | None, float]:
+        """The average as it is saved, for a process that does not keep it."""
+        return None if self._value is None else self._saved(self._value), self._level
+
+    def borrow(self, lent: tuple[Tensor | None, float] | None) -> None:
+        """What `state_dict` saves in the place of what is not here."""
+        self._lent = lent
+
+    @property
+    def lent_shape(self) -> tuple[int, ...]:
+        """Of what is lent."""
+        raise NotImplementedError(f"a {self.kind} factor is kept by every process")
 
     def _weights(self, decay: float) -> tuple[float, float]:
         """Count a statistic: what the past and what is new weigh in the average from now on, one together."""
@@ -229,6 +269,8 @@ class Factor(ABC, Generic[Low]):
         self._like = self._like.to(device)
         if self._value is not None:
             self._value = self._value.to(device)
+        if self._away is not None:
+            self._away = self._away.to(device)
         if self._refreshed is not None:
             self._refreshed = self._unpacked(self._packed(self._refreshed))
 
@@ -254,9 +296,12 @@ class Factor(ABC, Generic[Low]):
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and numbers only."""
+        if self._lent is None and not self.here:
+            raise RuntimeError("another process keeps this average: save the state of the optimizer as a whole")
+        value, level = self.lend() if self._lent is None else self._lent
         return {
-            "value": None if self._value is None else self._saved(self._value),
-            "level": self._level,
+            "value": value,
+            "level": level,
             "weight": self._weight,
             "identity": self._identity,
             "updates": self.updates,
@@ -281,7 +326,7 @@ class Factor(ABC, Generic[Low]):
         ):
             raise ValueError(f"the saved factor counts {updates!r} updates")
         refreshed = None if state["basis"] is None else self._unpacked(state["basis"])
-        self._value, self.updates, self._refreshed = value, updates, refreshed
+        self._value, self.updates, self._refreshed, self._away = value, updates, refreshed, None
         self._level, self._weight, self._identity = numbers["level"], numbers["weight"], numbers["identity"]
 
 

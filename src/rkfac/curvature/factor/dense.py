@@ -38,6 +38,8 @@ class DenseFactor(LowRankFactor):
 
     def _whole(self) -> Tensor:
         """The value as a symmetric matrix, which whoever asks lets go again."""
+        if not self.here:
+            raise RuntimeError("another process keeps this average (memory='owned'): ask there")
         return mirrored(self._present, self.shape[-1])
 
     def refresh(self, request: Request) -> Refreshed[LowRank]:
@@ -104,6 +106,8 @@ class DenseFactor(LowRankFactor):
 
     def trace(self) -> Tensor:
         """A number a group."""
+        if self._away is not None:
+            return self._away + self._identity * self.shape[-1]
         parts = [strip.diagonal(dim1=-2, dim2=-1) for strip in self._strips(self._present)]
         # One part is summed where it lies: nothing to copy, and a copy may be summed in another order.
         diagonal = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
@@ -112,9 +116,13 @@ class DenseFactor(LowRankFactor):
     def _saved(self, value: Tensor) -> Tensor:
         return folded(value, self.shape[-1])
 
+    @property
+    def lent_shape(self) -> tuple[int, ...]:
+        """The folded upper half."""
+        return (*self.shape[:-1], *folded_shape(self.shape[-1]))
+
     def _unsaved(self, value: Tensor) -> Tensor:
         return unfolded(value, self.shape[-1])
 
     def _loaded(self, saved: Any) -> Tensor:
-        d, like = self.shape[-1], self._like
-        return self._unsaved(restored(saved, (*self.shape[:-1], *folded_shape(d)), like, like.dtype))
+        return self._unsaved(restored(saved, self.lent_shape, self._like, self._like.dtype))
