@@ -205,6 +205,9 @@ def tune(
     validation_share: Annotated[
         float, typer.Option(help="Part of the training data that is kept apart to choose on.")
     ] = 0.1,
+    by: Annotated[
+        str, typer.Option(help="What decides: the metric at the 'end', or the steps to the hardest 'target'.")
+    ] = "end",
     jobs: Annotated[int, typer.Option(help="Trials side by side, each in a process of its own.")] = 1,
     threads: Annotated[
         int | None, typer.Option(help="Of each trial; with several --jobs 1, else the workload's.")
@@ -228,7 +231,7 @@ def tune(
     comparison = Comparison(workload, names(optimizers), 1, tuple(settings or ()), common)
     rates = tuning.rates(grid)
     count = max(tuning.TRIALS, len(rates)) if trials is None else trials
-    search = tuning.Search(count, rates, validation_share=validation_share)
+    search = tuning.Search(count, rates, validation_share=validation_share, by=by)
     folder = out or places.dated("tune", workload, resume)
     if tuners.run(comparison, search, folder, workers=jobs) is None:
         raise typer.Exit(130)

@@ -1,6 +1,7 @@
 """Trials of every contender on equal terms: as many for each, the same budget, the same data, the same seed.
 
-The best is the one whose metric is best at the end; a run that diverges or fails cannot win. The metric is measured on
+The best is the one whose metric is best at the end, or the one that needs the fewest steps to the hardest target
+(`--by target`); a run that diverges, fails or never arrives cannot win. The metric is measured on
 a part of the training data that the trials do not train on, never on the test set, and the seed is none of those that
 are reported afterwards: nothing is chosen on what it is judged by.
 """
@@ -25,13 +26,14 @@ from rkfac_lab.record import Run, RunFolder
 from rkfac_lab.search import Setting, Space, Trial, Tuned, next_settings, rates_around
 from rkfac_lab.structure import checked
 from rkfac_lab.validation import held_out
-from rkfac_lab.workloads import find
+from rkfac_lab.workloads import Target, find
 
 FILE = "tuning.json"
 REMEDY = "name another file, or tune again"
 SEED = 1000  # reported runs have seeds 0, 1, 2...
 TRIALS, VALIDATION_SHARE = 8, 0.1
 IN_PASSING = 0.2  # the validation share of the short trials of `rkfac compare --tune`
+JUDGES = ("end", "target")
 USUAL = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 # Where a sum over outputs makes the loss, and so the useful learning rates of plain gradients, of another size.
 SMALLER = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
@@ -62,6 +64,7 @@ class Search:
     rates: tuple[float, ...] = ()  # none: around each contender's own
     epochs: int | None = None  # None: the comparison's
     validation_share: float = VALIDATION_SHARE
+    by: str = "end"  # what decides: the metric at the end, or the steps to the hardest "target"
 
     def __post_init__(self) -> None:
         """Refuse what cannot be tried."""
@@ -70,6 +73,8 @@ class Search:
         if self.trials < max(1, len(self.rates)):
             at_least = f"the {len(self.rates)} rates of --grid" if self.rates else "1"
             raise LabError(f"--trials must be at least {at_least}, not {self.trials}.")
+        if self.by not in JUDGES:
+            raise LabError(f"--by must be {' or '.join(JUDGES)}, not {self.by!r}.")
         if self.epochs is not None and self.epochs < 1:
             raise LabError(f"--tune-epochs must be at least 1, not {self.epochs}.")
         if not 0 < self.validation_share <= 0.5:
@@ -99,7 +104,8 @@ def tune(comparison: Comparison, search: Search, folder: Path, display: Display,
 
     Trials that have ended in `folder` are read and not done again, so that a search which was stopped goes on.
     """
-    metric, mode = judged_by(comparison.workload, search.validation_share)
+    judge = judged_by(comparison.workload, search.validation_share, search.by)
+    mode = judge.mode
     spaces = _spaces(comparison, search)
     trials: dict[str, list[Trial]] = {name: [] for name in comparison.contenders}
     total = search.trials * len(trials)
@@ -118,10 +124,10 @@ def tune(comparison: Comparison, search: Search, folder: Path, display: Display,
         why = {failure.label: failure.message for failure in results.failures}
         for (name, setting), job in zip(planned, jobs, strict=True):
             run, message = runs.get(job.folder.name), why.get(job.config.name, "")
-            trials[name].append(_trial(name, setting, job.config, run, metric, message))
+            trials[name].append(_trial(name, setting, job.config, run, judge, message))
     tuned = Tuned(
         comparison.workload,
-        metric,
+        judge.name,
         mode,
         _epochs(comparison, search),
         search.validation_share,
@@ -132,10 +138,38 @@ def tune(comparison: Comparison, search: Search, folder: Path, display: Display,
     return tuned
 
 
-def judged_by(workload: str, validation_share: float) -> tuple[str, str]:
-    """The metric that decides and its better direction: the hardest target's, on the part kept apart."""
+@dataclass(frozen=True)
+class Judge:
+    """What decides between trials: a metric at the end of a run, or the steps until it meets a target."""
+
+    metric: str
+    mode: str
+    target: Target | None = None
+
+    @property
+    def name(self) -> str:
+        """What a person calls it."""
+        return self.metric if self.target is None else f"steps_to_{self.metric}_{self.target.value:g}"
+
+    def value(self, evaluations: Sequence[Mapping[str, Any]]) -> float | None:
+        """Of a finished run; None: it has none to show."""
+        if self.target is not None:
+            reached = (e["step"] for e in evaluations if self.target.reached(e.get(self.metric)))
+            found = next(reached, None)
+        else:
+            found = evaluations[-1].get(self.metric) if evaluations else None
+        return None if found is None else float(found)
+
+
+def judged_by(workload: str, validation_share: float, by: str = "end") -> Judge:
+    """The hardest target's metric on the part kept apart, at the end, or the steps to the target itself."""
     problem = held_out(find(workload), validation_share)
-    return next(((t.metric, t.mode) for t in reversed(problem.targets)), (f"{problem.measured_on}_loss", "min"))
+    hardest = next(reversed(problem.targets), None)
+    if by == "target":
+        if hardest is None:
+            raise LabError(f"{workload} has no target to arrive at; leave --by away.")
+        return Judge(hardest.metric, "min", hardest)
+    return Judge(f"{problem.measured_on}_loss", "min") if hardest is None else Judge(hardest.metric, hardest.mode)
 
 
 def _spaces(comparison: Comparison, search: Search) -> dict[str, Space]:
@@ -249,18 +283,18 @@ def _require_ours(job: Job) -> None:
         identity.require_same_run(target, identity.recorded(target), now, resume=True)
 
 
-def _trial(contender: str, setting: Setting, config: RunConfig, run: Run | None, metric: str, message: str) -> Trial:
+def _trial(contender: str, setting: Setting, config: RunConfig, run: Run | None, judge: Judge, message: str) -> Trial:
     given = config.optimizer.arguments
     if run is None:
         return Trial(contender, setting.lr, None, "failed", setting.decay, message=message, arguments=given)
     status = str(run.summary.get("status"))
     last = run.epochs[-1] if run.epochs else {}
-    value = last.get(metric) if status == "finished" else None
+    value = judge.value(run.epochs) if status == "finished" else None
     return Trial(
         contender,
         setting.lr,
-        None if value is None else float(value),
-        status,
+        value,
+        "not reached" if judge.target is not None and value is None and status == "finished" else status,
         setting.decay,
         steps=int(run.summary.get("steps") or 0),
         cpu_seconds=last.get("cpu_seconds"),

@@ -22,6 +22,7 @@ from rkfac_lab import jobs, optimizers, plots, record, search, tune, tuning, tun
 from rkfac_lab.comparison import Comparison
 from rkfac_lab.errors import LabError
 from rkfac_lab.search import Setting, Space, Trial, Tuned
+from rkfac_lab.workloads import Target
 
 from .handmade import make_run
 
@@ -287,6 +288,7 @@ def test_where_no_first_trial_can_run_the_reason_is_raised(tmp_path, monkeypatch
         ({"rates": (0.0,)}, "--grid"),
         ({"validation_share": 0.0}, "nothing is chosen on the test set"),
         ({"validation_share": 0.9}, "at most 0.5"),
+        ({"by": "luck"}, "--by must be end or target"),
     ],
 )
 def test_senseless_searches_are_refused(arguments, said):
@@ -340,6 +342,38 @@ def test_a_search_writes_its_trials_choice_and_picture(tmp_path, tiny):
     for name in ("tuning.json", "tuning.png", "tuning.svg"):
         assert (tmp_path / name).is_file()
         assert str(tmp_path / name) in console.file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("values", "at_the_end", "soonest"),
+    [([0.3, 0.8, 0.7], 0.7, 20.0), ([0.1, None, 0.2], 0.2, None), ([0.9, 0.9, None], None, 10.0), ([], None, None)],
+)
+def test_a_judge_looks_at_the_end_or_at_the_first_crossing(values, at_the_end, soonest):
+    evaluations = [{"step": 10 * (i + 1), "validation_accuracy": value} for i, value in enumerate(values)]
+    target = Target("validation_accuracy", 0.75, "max")
+    assert tuning.Judge("validation_accuracy", "max").value(evaluations) == at_the_end
+    assert tuning.Judge("validation_accuracy", "min", target).value(evaluations) == soonest
+
+
+def test_a_search_for_the_soonest_counts_steps_to_the_hardest_target(tmp_path, tiny):
+    console = quiet()
+    found = tune.run(
+        contest(tiny, "sgd"),
+        tuning.Search(5, by="target", validation_share=0.5),
+        tmp_path,
+        console=console,
+        display=jobs.Display(quiet()),
+    )
+    assert found.mode == "min"
+    assert found.metric.startswith("steps_to_validation_accuracy_")
+    bar = float(found.metric.rpartition("_")[2])
+    for trial in found.trials:
+        run = record.load_run(tmp_path / "tuning" / f"sgd-lr{trial.lr:g}")
+        steps = [e["step"] for e in run.epochs if e["validation_accuracy"] >= bar]
+        assert (trial.value, trial.status) == ((steps[0], "finished") if steps else (None, "not reached"))
+    assert {trial.status for trial in found.trials} == {"finished", "not reached"}  # or the case tells nothing
+    assert "not reached" in console.file.getvalue()
+    assert found.best("sgd").value == min(trial.value for trial in found.trials if trial.value)
 
 
 def test_the_test_set_changes_nothing(tmp_path, tiny, monkeypatch):
