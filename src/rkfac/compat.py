@@ -153,6 +153,12 @@ def called_by_distributed_checkpoint(within: int = 8) -> bool:
     return False
 
 
+def inside_join(model: nn.Module) -> bool:
+    """Whether a DistributedDataParallel model is inside its `join()`, where processes that have no data left stay away."""
+    config = getattr(model, "_join_config", None)
+    return bool(getattr(config, "enable", False))
+
+
 def current_scale(scaler: Any) -> Tensor:
     """The scale a GradScaler multiplies losses by, on its device."""
     return cast(Tensor, scaler._get_scale_async())

@@ -289,3 +289,13 @@ def held() -> tuple[int, int, str]:
         found.append(sum(r.bytes["factors"] for r in optimizer.report() if r.covered))
     said = [said_by(lambda name=name: optimizer.spectrum(name)) for name in ("0", "2", "4")]
     return found[0], found[1], "; ".join(said)
+
+
+def joined() -> str:
+    """A model that is trained inside DistributedDataParallel's join()."""
+    net = DistributedDataParallel(build("mlp"))
+    optimizer = made("RSKFAC", net)
+    x, y = share(batches("mlp", 1, 12)[0], distributed.get_rank(), even(12, 2))
+    with net.join():
+        F.cross_entropy(net(x), y).backward()
+        return said_by(optimizer.step)

@@ -16,6 +16,7 @@ from distributed.meeting import (
     differing,
     drawn_rows,
     held,
+    joined,
     later,
     not_finite,
     refused,
@@ -177,3 +178,8 @@ def test_owned_averages_are_in_one_process_alone(pair: Crew) -> None:
     assert max(first, second) < 0.7 * everything
     assert "another process keeps" in said
     assert "another process keeps" in also_said
+
+
+def test_a_join_in_which_processes_may_stay_away_is_refused_by_name(pair: Crew) -> None:
+    for said in pair.run(joined):
+        assert "model.join()" in said

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
+from rkfac import compat
+
 BUCKET = 1 << 25  # bytes that are added up at once: enough to be worth a message, few enough to begin early
 
 
@@ -150,6 +152,11 @@ def world_of(model: nn.Module, group: Any) -> World:
         return ALONE
     if group is None and isinstance(model, nn.parallel.DistributedDataParallel):
         group = model.process_group
+    if compat.inside_join(model):
+        raise RuntimeError(
+            "model.join() lets processes without data stay away, and the statistics of a step need all of them: give every "
+            "process as many batches (a DistributedSampler does), or say process_group=False"
+        )
     size = distributed.get_world_size(group)
     if size < 1:
         raise ValueError("this process is not part of process_group=: build the optimizer in its processes alone")
