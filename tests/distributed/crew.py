@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import pickle
-import tempfile
+import socket
 import traceback
 import warnings
 from collections.abc import Callable
@@ -16,6 +15,12 @@ from typing import Any
 
 TIMEOUT = 60  # seconds that one waits for the other in a collective
 PATIENCE = 240  # seconds that a test waits for its crew
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
 
 
 class CrewError(AssertionError):
@@ -29,7 +34,7 @@ def _serve(rank: int, size: int, store: str, pipe: Connection, timeout: float) -
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
+        "gloo", init_method=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
     )
     while (job := pipe.recv()) is not None:
         function, args = job
@@ -52,8 +57,7 @@ class Crew:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "rkfac"])
         self.size = size
-        self._folder = tempfile.TemporaryDirectory()
-        store = os.path.join(self._folder.name, "meet")
+        store = f"tcp://127.0.0.1:{_free_port()}"
         self.pipes, self.processes = [], []
         for rank in range(size):
             mine, theirs = context.Pipe()
@@ -93,4 +97,3 @@ class Crew:
             process.join(5)
             if process.is_alive():
                 process.kill()
-        self._folder.cleanup()

@@ -299,3 +299,49 @@ def joined() -> str:
     with net.join():
         F.cross_entropy(net(x), y).backward()
         return said_by(optimizer.step)
+
+
+def early(how: str) -> tuple[bool, int, int, float]:
+    """Whether all are equal, how often sums left early and were believed, how often they were sent again, the difference.
+
+    `how`: "plain"; "dropped": a backward pass whose gradients are dropped comes first; "growing": inputs grow beyond all
+    units once; "twice": accumulation of two passes.
+    """
+    from rkfac.distributed.early import Early
+
+    believed, again = [], []
+    real, summed = Early.totals, type(made("RSKFAC", build("mlp"))._world).summed
+
+    def totals(self: Any, block: Any) -> Any:
+        found = real(self, block)
+        (believed if found is not None else again).append(block.name)
+        return found
+
+    def counting(self: Any, tensors: Any, what: str) -> Any:
+        again.append(what)
+        return summed(self, tensors, what)
+
+    rank, size = distributed.get_rank(), distributed.get_world_size()
+    nets = build("mlp"), build("mlp")
+    wrapped = DistributedDataParallel(nets[1])
+    optimizers = made("RSKFAC", nets[0], process_group=False), made("RSKFAC", wrapped)
+    world = type(optimizers[1]._world)
+    Early.totals, world.summed = totals, counting
+    try:
+        for i, batch in enumerate(batches("mlp", 12, 12)):
+            scale = 1e25 if how == "growing" and i == 6 else 1.0
+            for net, optimizer, (x, y) in zip(
+                (nets[0], wrapped), optimizers, (batch, share(batch, rank, even(12, size))), strict=True
+            ):
+                optimizer.zero_grad()
+                if how == "dropped":
+                    (7 * F.cross_entropy(net(x), y)).backward()
+                    optimizer.zero_grad()
+                passes = 2 if how == "twice" else 1
+                for _ in range(passes):
+                    (F.cross_entropy(net(x * scale), y) / passes).backward()
+                optimizer.step()
+    finally:
+        Early.totals, world.summed = real, summed
+    difference = float((flat(nets[1]) - flat(nets[0])).abs().max())
+    return same_everywhere(flat(nets[1])), len(believed), len(again), difference

@@ -15,6 +15,7 @@ from distributed.meeting import (
     died,
     differing,
     drawn_rows,
+    early,
     held,
     joined,
     later,
@@ -183,3 +184,15 @@ def test_owned_averages_are_in_one_process_alone(pair: Crew) -> None:
 def test_a_join_in_which_processes_may_stay_away_is_refused_by_name(pair: Crew) -> None:
     for said in pair.run(joined):
         assert "model.join()" in said
+
+
+@pytest.mark.parametrize("how", ["plain", "dropped", "growing", "twice"])
+def test_sums_leave_during_the_backward_pass_and_are_believed_only_where_nothing_came_later(
+    pair: Crew, how: str
+) -> None:
+    for equal, believed, again, difference in pair.run(early, how):
+        assert equal
+        assert difference < 1e-10
+        most = 3 * 5  # three layers in six steps that collect, the first of which has no units yet
+        assert {"plain": believed == most, "growing": 0 < believed < most}.get(how, believed == 0)
+        assert (again > 1) == (how != "plain")

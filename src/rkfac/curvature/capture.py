@@ -31,6 +31,7 @@ class Capture:
 
     def __init__(self, model: nn.Module) -> None:
         self.active = True
+        self.when_counted: Callable[[Any], None] | None = None  # told when a pass has reached a layer's weight
         self._refusal: Exception | None = None
         self._pass: Pass | None = None
         self._tasks: set[int] = set()  # backward passes that are under way
@@ -276,6 +277,9 @@ class Capture:
         for arrival in arrivals:
             arrival.call.drawn = None
         watched.counted = (gradient, compat.version_of(gradient))
+        if self.when_counted is not None:
+            with full_precision([gradient.device]):
+                self.when_counted(observer)
 
     def _verify(self, watched: Watched, arrivals: list[Arrival], gradient: Tensor) -> None:
         """Once a layer: see that its gradient is what its calls say it is."""

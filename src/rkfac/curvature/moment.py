@@ -56,6 +56,10 @@ class _Part(ABC):
         """strips <- keep * strips + take * this, in units of 2^unit_exponent."""
 
     @abstractmethod
+    def add_to(self, strips: Sequence[Tensor], exponent: int) -> None:
+        """strips <- strips + this in units of 4^exponent, before anything was read of it."""
+
+    @abstractmethod
     def trace(self) -> Tensor:
         """In true units, in float64."""
 
@@ -77,6 +81,9 @@ class _Rows(_Part):
     def blend_into(self, strips: Sequence[Tensor], keep: float, take: float) -> None:
         rows = self.rows if self.unit_exponent == 0 else self.rows * 2.0**-self.unit_exponent
         add_gram(strips, rows.to(strips[0]), keep, take * self.weight)
+
+    def add_to(self, strips: Sequence[Tensor], exponent: int) -> None:
+        add_gram(strips, (self.rows * 2.0**-exponent).to(strips[0]), 1.0, self.weight)
 
     def trace(self) -> Tensor:
         return self.weight * torch.linalg.vector_norm(self.rows, dtype=torch.float64).square()
@@ -120,6 +127,10 @@ class _Sum(_Part):
     def blend_into(self, strips: Sequence[Tensor], keep: float, take: float) -> None:
         add_strips(strips, self.strips, keep, take)
 
+    def add_to(self, strips: Sequence[Tensor], exponent: int) -> None:
+        factor = (unit(self.largest) * 2.0**exponent).square().reciprocal()
+        add_strips(strips, [strip * factor for strip in self.strips], 1.0, 1.0)
+
     def trace(self) -> Tensor:
         diagonals = [strip.diagonal(dim1=-2, dim2=-1).double().sum() for strip in self.strips]
         return torch.stack(diagonals).sum() / unit(self.largest).double().square()
@@ -140,6 +151,10 @@ class _Diagonal(_Part):
     def blend_into(self, strips: Sequence[Tensor], keep: float, take: float) -> None:
         (value,) = strips
         value.mul_(keep).add_(self.values.to(value), alpha=take)
+
+    def add_to(self, strips: Sequence[Tensor], exponent: int) -> None:
+        (value,) = strips
+        value.add_((self.values * 4.0**-exponent).to(value))
 
     def trace(self) -> Tensor:
         return self.values.double().sum()
@@ -174,6 +189,9 @@ class _Total(_Part):
         for strip, own in zip(strips, self.strips, strict=True):
             strip.mul_(keep).add_(own.to(strip), alpha=take)
 
+    def add_to(self, strips: Sequence[Tensor], exponent: int) -> None:
+        raise RuntimeError("it was added up already")
+
     def trace(self) -> Tensor:
         square = self.strips[0].ndim > 1
         diagonals = [strip.diagonal(dim1=-2, dim2=-1) if square else strip for strip in self.strips]
@@ -195,6 +213,9 @@ class _Elsewhere(_Part):
 
     def blend_into(self, strips: Sequence[Tensor], keep: float, take: float) -> None:
         raise RuntimeError("another process keeps this average")
+
+    def add_to(self, strips: Sequence[Tensor], exponent: int) -> None:
+        raise RuntimeError("it was added up already")
 
     def trace(self) -> Tensor:
         return self.known_trace * 4.0**self.known
@@ -266,6 +287,11 @@ class Moment(Collected[_Part]):
     def exponent(self) -> int | None:
         """Binary, of about the largest row, once it is settled; None where there is none but zeros."""
         return None if self._dead or self.empty else max(part.exponent for part in self._parts)
+
+    def add_to(self, strips: Sequence[Tensor], exponent: int) -> None:
+        """strips <- strips + moment in units of 4^exponent, without a look at it: nobody waits for the device."""
+        for part in self._seen:
+            part.add_to(strips, exponent)
 
     def pooled(self, strips: list[Tensor], exponent: int) -> None:
         """Stand for what several processes have added up, in units of 4^exponent."""

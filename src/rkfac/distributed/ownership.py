@@ -29,6 +29,10 @@ class Ownership:
         """Who keeps a factor; None: everybody."""
         return self._owner.get((block.name, side))
 
+    def owned(self) -> set[str]:
+        """Names of layers with a factor that one process keeps."""
+        return {name for name, _ in self._owner}
+
     def settle(self, blocks: Collection[Block]) -> None:
         """Give every factor that may have one an owner, and let go of those that others keep."""
         if not self._owned:
@@ -65,6 +69,6 @@ class Ownership:
         if not exists:
             factor.borrow((None, level))
             return
-        buffer = value if mine else torch.empty(factor.lent_shape, dtype=factor.dtype, device=factor.device)
+        buffer = value if mine else torch.empty(factor.sum_shape, dtype=factor.dtype, device=factor.device)
         assert buffer is not None
         factor.borrow((self.world.lent(buffer, owner, what), level))

@@ -17,6 +17,7 @@ from torch import Tensor
 from rkfac.curvature.block import Block
 from rkfac.curvature.factor import Factor
 from rkfac.curvature.moment import Moment
+from rkfac.distributed.early import Early
 from rkfac.distributed.ownership import Ownership
 from rkfac.distributed.world import World
 
@@ -32,14 +33,18 @@ class Pooled:
     spoilt: list[str] = field(default_factory=list)  # whose statistics were not finite somewhere
 
 
-def pool(blocks: Collection[Block], ownership: Ownership, seen: Callable[[Block], bool]) -> Pooled:
-    """Let every block's pending statistics be those of all processes.
+def pool(blocks: Collection[Block], ownership: Ownership, early: Early, seen: Callable[[Block], bool]) -> Pooled:
+    """Let every block's pending statistics be those of all processes; what left `early` is not sent again.
 
     What is not finite in one process is left out in all. A block that was retired in one is retired in all.
     """
     blocks, found, world = list(blocks), Pooled(), ownership.world
     ownership.settle(blocks)
-    headers = [_header(block, own, seen(block)) for block, own in zip(blocks, _settled(blocks), strict=True)]
+    early.finish()
+    headers = [
+        _header(block, own, seen(block), early.holds(block))
+        for block, own in zip(blocks, _settled(blocks), strict=True)
+    ]
     numbers = [number for header in headers for number in header]
     rows = world.gathered(numbers, blocks[0].weight.device, "how much they have seen")
     shared: list[_Summand] = []
@@ -48,7 +53,12 @@ def pool(blocks: Collection[Block], ownership: Ownership, seen: Callable[[Block]
     for block, header in zip(blocks, headers, strict=True):
         theirs = [row[at : at + len(header)] for row in rows]
         at += len(header)
-        if _agreed(block, theirs, found):
+        sent = all(row[3] for row in theirs)
+        if not _agreed(block, theirs, found):
+            continue
+        fresh = not (sent and _taken(block, early))  # in the units of the last statistics
+        early.learn({block.name: _exponents(block, theirs)})
+        if fresh:
             pooled.append(block)
             owners = [ownership.owner(block, side) for side, factor in block.factors.items() if factor.learns]
             # Where a layer has other sums than one a factor, nobody owns any.
@@ -58,6 +68,16 @@ def pool(blocks: Collection[Block], ownership: Ownership, seen: Callable[[Block]
     if pooled:
         _add_up(pooled, shared, world)
     return found
+
+
+def _taken(block: Block, early: Early) -> bool:
+    """Let what left early stand for a block's statistics, where its units fit."""
+    totals, units = early.totals(block), early.units(block)
+    if totals is None:
+        return False
+    for (factor, moment), total, exponent in zip(block.summands(), totals, units, strict=True):
+        factor.pooled(moment, total, exponent)
+    return True
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +140,7 @@ def _settled(blocks: Sequence[Block]) -> list[bool]:
     return finite
 
 
-def _header(block: Block, finite: bool, seen: bool) -> list[float]:
+def _header(block: Block, finite: bool, seen: bool, sent: bool) -> list[float]:
     """What is said of a block before anything is added up; the same length everywhere."""
     counts = [float(n) for part in block.pending.parts for n in part.counts()]
     exponents = [NOTHING if m.exponent is None else float(m.exponent) for _, m in block.summands()] if finite else None
@@ -128,6 +148,7 @@ def _header(block: Block, finite: bool, seen: bool) -> list[float]:
         float(finite),
         float(bool(block.retired)),
         float(seen),
+        float(sent),
         *counts,
         *(exponents or [NOTHING] * len(block.summands())),
     ]
@@ -143,7 +164,7 @@ def _agreed(block: Block, theirs: Sequence[Sequence[float]], found: Pooled) -> b
         block.discard()
         return False
     parts = block.pending.parts
-    totals = [int(sum(row[3 + i] for row in theirs)) for i in range(4 * len(parts))]
+    totals = [int(sum(row[4 + i] for row in theirs)) for i in range(4 * len(parts))]
     if not totals[1]:
         return False  # nobody has rows
     if not all(finite):
@@ -157,7 +178,7 @@ def _agreed(block: Block, theirs: Sequence[Sequence[float]], found: Pooled) -> b
 
 def _exponents(block: Block, theirs: Sequence[Sequence[float]]) -> list[int]:
     """Of the units in which each summand is added up: the largest of all."""
-    first = 3 + 4 * len(block.pending.parts)
+    first = 4 + 4 * len(block.pending.parts)
     largest = [max(row[i] for row in theirs) for i in range(first, len(theirs[0]))]
     return [0 if exponent == NOTHING else int(exponent) for exponent in largest]
 

@@ -38,7 +38,7 @@ class World:
     def told(self, mine: Any, what: str) -> list[Any]:
         """What every process says, in the order of their ranks: small things, of any kind that can be pickled."""
         found: list[Any] = [None] * self.size
-        with self._exchanging(what):
+        with self.exchanging(what):
             distributed.all_gather_object(found, mine, group=self.group)
         return found
 
@@ -46,7 +46,7 @@ class World:
         """As many numbers from everybody, a list a process."""
         mine = torch.tensor(numbers, dtype=torch.float64, device=device)
         found = [torch.empty_like(mine) for _ in range(self.size)]
-        with self._exchanging(what):
+        with self.exchanging(what):
             distributed.all_gather(found, mine, group=self.group)
         self.sent["agreement"] += mine.nbytes
         return [one.tolist() for one in found]
@@ -61,7 +61,7 @@ class World:
         """
         found: list[Tensor] = []
         waiting = []
-        with self._exchanging(what):
+        with self.exchanging(what):
             for some in buckets(tensors):
                 flat = torch.cat([t.reshape(-1) for t in some])
                 waiting.append(distributed.all_reduce(flat, group=self.group, async_op=True))
@@ -76,7 +76,7 @@ class World:
         """Sums over all processes, each for one of them: what the others get means nothing."""
         found: dict[int, Tensor] = {}
         waiting = []
-        with self._exchanging(what):
+        with self.exchanging(what):
             for rank in range(self.size):
                 numbers = [i for i, owner in enumerate(to) if owner == rank]
                 at = iter(numbers)
@@ -92,7 +92,7 @@ class World:
 
     def lent(self, tensor: Tensor, owner: int, what: str) -> Tensor:
         """One process's tensor for everybody, in place."""
-        with self._exchanging(what):
+        with self.exchanging(what):
             distributed.broadcast(tensor, group=self.group, group_src=owner)
         return tensor
 
@@ -102,7 +102,7 @@ class World:
             mine if rank == self.rank else torch.empty(size, dtype=torch.uint8, device=mine.device)
             for rank, size in enumerate(sizes)
         ]
-        with self._exchanging(what):
+        with self.exchanging(what):
             under_way = [
                 distributed.broadcast(buffer, group=self.group, group_src=rank, async_op=True)
                 for rank, buffer in enumerate(buffers)
@@ -114,7 +114,7 @@ class World:
         return buffers
 
     @contextmanager
-    def _exchanging(self, what: str) -> Iterator[None]:
+    def exchanging(self, what: str) -> Iterator[None]:
         """Errors of torch's say which socket broke; add what was being said, and that all must stop."""
         try:
             yield

@@ -21,7 +21,7 @@ from rkfac.curvature.following import RowHook
 from rkfac.curvature.hooks import full_precision
 from rkfac.curvature.natural import NaturalHook, silence_others
 from rkfac.curvature.sampled import SampledCapture
-from rkfac.distributed import ALONE, Ownership, Pooled, World, agree, pool, refresh, world_of
+from rkfac.distributed import ALONE, Early, Ownership, Pooled, World, agree, pool, refresh, world_of
 from rkfac.layers import Adapter, KroneckerAdapter, TiedAdapter, Uncovered, UnitAdapter, Use
 from rkfac.optim import memory as saved_states
 from rkfac.optim import portable
@@ -91,7 +91,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         self._closed = False
         self._paused = False
         self._world, self._memory = ALONE, memory
-        self._ownership = Ownership(ALONE, False)
+        self._ownership, self._early = Ownership(ALONE, False), Early(ALONE)
         self._capture: Capture | None = None
         self._given, self._process_group = weakref.ref(model), process_group
         self._model = unwrapped(model)
@@ -133,7 +133,8 @@ class CurvatureOptimizer(torch.optim.Optimizer):
 
     def _join(self) -> None:
         """Train together with whoever else is there, from the moment on that they appear."""
-        found = world_of(self._given() or self._model, self._process_group)
+        given = self._given()  # it may be gone, and modules may define their own len() and truth
+        found = world_of(self._model if given is None else given, self._process_group)
         if (found.size, found.rank) == (self._world.size, self._world.rank):
             return
         if not self._world.alone:
@@ -151,7 +152,9 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         }
         agree(found, dict(self._model.named_parameters()), own)
         self._world, self._settings.randomness.rank = found, found.rank
-        self._ownership = Ownership(found, self._memory == "owned")
+        self._ownership, self._early = Ownership(found, self._memory == "owned"), Early(found)
+        assert self._capture is not None
+        self._capture.when_counted = self._early.arrived
         self._set_apart(self._blocks.values())
 
     def _refuse_alone(self, found: World) -> None:
@@ -225,6 +228,9 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             if not self._closed:
                 self._capture.follow(block)
         self._activate()
+        if not self._world.alone:
+            self._early.finish()
+            self._early.plan(self._blocks.values(), self._ownership.owned())
 
     def _regroup(self) -> None:
         self._group_of = {id(p): group for group in self.param_groups for p in group["params"]}
@@ -274,6 +280,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         self._capture.check()
         scaled = loss_scale(self, self._all_parameters(), self._grad_scaler, self._settings.sampled)
         if scaled is None:
+            self._early.finish()  # by everybody: what was sent by one must be by all
             self._capture.forget()
             self._discard()
             return loss
@@ -305,7 +312,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         assert self._capture is not None
         unseen, pooled = self._capture.unseen, Pooled()
         if not self._world.alone and self._blocks:
-            pooled = pool(self._blocks.values(), self._ownership, lambda block: not unseen(block))
+            pooled = pool(self._blocks.values(), self._ownership, self._early, lambda block: not unseen(block))
         notice_unseen(self._blocks.values(), lambda b: not unseen(b) or b.name in pooled.seen, self._group)
         return pooled.spoilt
 

@@ -73,10 +73,10 @@ def _solver(*names: str) -> Callable[[Patch, rkfac.KFAC], None]:
         block = block_of(optimizer)
         decompose, inside = block.decompose, []
 
-        def guarded(group: Any) -> None:
+        def guarded(*args: Any) -> None:
             inside.append(True)
             try:
-                decompose(group)
+                decompose(*args)
             finally:
                 inside.clear()
 

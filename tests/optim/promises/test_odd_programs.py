@@ -234,7 +234,7 @@ def test_an_interrupt_inside_step_leaves_the_model_and_the_next_step_works() -> 
     train(model, optimizer, [rows()])
     start, block = parameters(model), optimizer._blocks["4"]
 
-    def stop(group: Any) -> None:
+    def stop(*_: Any) -> None:
         raise KeyboardInterrupt
 
     block.decompose = stop  # type: ignore[method-assign]

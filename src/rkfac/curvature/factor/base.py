@@ -129,6 +129,17 @@ class Factor(ABC, Generic[Low]):
             moment.blend_into(self._strips(value), 0.0, 1.0, 2 * exponent)
         return self._saved(value)
 
+    def early(self, moment: Moment, exponent: int) -> Tensor:
+        """The same before the moment is settled."""
+        value = self._zero()
+        moment.add_to(self._strips(value), exponent)
+        return self._saved(value)
+
+    @property
+    def sum_shape(self) -> torch.Size:
+        """Of both."""
+        return torch.Size(self.shape)
+
     def pooled(self, moment: Moment, total: Tensor, exponent: int) -> None:
         """Let a moment stand for the sum over all processes."""
         moment.pooled(self._strips(self._unsaved(total)), exponent)
@@ -151,11 +162,6 @@ class Factor(ABC, Generic[Low]):
     def borrow(self, lent: tuple[Tensor | None, float] | None) -> None:
         """What `state_dict` saves in the place of what is not here."""
         self._lent = lent
-
-    @property
-    def lent_shape(self) -> tuple[int, ...]:
-        """Of what is lent."""
-        raise NotImplementedError(f"a {self.kind} factor is kept by every process")
 
     def _weights(self, decay: float) -> tuple[float, float]:
         """Count a statistic: what the past and what is new weigh in the average from now on, one together."""

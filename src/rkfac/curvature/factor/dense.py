@@ -117,12 +117,12 @@ class DenseFactor(LowRankFactor):
         return folded(value, self.shape[-1])
 
     @property
-    def lent_shape(self) -> tuple[int, ...]:
+    def sum_shape(self) -> torch.Size:
         """The folded upper half."""
-        return (*self.shape[:-1], *folded_shape(self.shape[-1]))
+        return torch.Size((*self.shape[:-1], *folded_shape(self.shape[-1])))
 
     def _unsaved(self, value: Tensor) -> Tensor:
         return unfolded(value, self.shape[-1])
 
     def _loaded(self, saved: Any) -> Tensor:
-        return self._unsaved(restored(saved, self.lent_shape, self._like, self._like.dtype))
+        return self._unsaved(restored(saved, tuple(self.sum_shape), self._like, self._like.dtype))
