@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch
@@ -151,6 +152,14 @@ def called_by_distributed_checkpoint(within: int = 8) -> bool:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
+
+
+def timeout_of(group: Any, device: torch.device) -> timedelta | None:
+    """How long the processes of a group wait for each other; a new group of theirs would have torch's own choice."""
+    try:
+        return cast(timedelta, group._get_backend(device).options._timeout)
+    except (AttributeError, RuntimeError):  # a backend that tells nobody
+        return None
 
 
 def inside_join(model: nn.Module) -> bool:

@@ -345,3 +345,23 @@ def early(how: str) -> tuple[bool, int, int, float]:
         Early.totals, world.summed = real, summed
     difference = float((flat(nets[1]) - flat(nets[0])).abs().max())
     return same_everywhere(flat(nets[1])), len(believed), len(again), difference
+
+
+def died_early() -> tuple[str, float]:
+    """One process is killed in a backward pass, after the first sums have left early in the others."""
+    import time
+
+    model, rank = build("mlp"), distributed.get_rank()
+    optimizer = made("RSKFAC", model)
+    began, said = 0.0, ""
+    for i, batch in enumerate(batches("mlp", 5, 12)):
+        x, y = share(batch, rank, even(12, 2))
+        optimizer.zero_grad()
+        if i == 4 and rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        began, before = time.monotonic(), flat(model)
+        F.cross_entropy(model(x), y).backward()
+        said = said_by(optimizer.step)
+    assert torch.equal(flat(model), before), "a parameter moved"
+    timeout = optimizer._early._group._get_backend(torch.device("cpu")).options._timeout
+    return f"{said} | {timeout.total_seconds():g}", time.monotonic() - began

@@ -13,6 +13,7 @@ from distributed.meeting import (
     by_itself,
     counted,
     died,
+    died_early,
     differing,
     drawn_rows,
     early,
@@ -119,6 +120,20 @@ def test_a_process_that_is_killed_stops_the_others_with_an_error_and_moves_nothi
         assert {"agreement": "how much", "statistics": "statistics of '0'", "refresh": "decompositions"}[when] in said
         crew.processes[1].join(5)
         assert crew.processes[1].exitcode == -9
+    finally:
+        crew.dismiss()
+
+
+def test_a_process_that_is_killed_while_sums_leave_early_stops_the_others_too() -> None:
+    crew = Crew(2, timeout=20)
+    try:
+        crew.begin(died_early)
+        good, answer = crew.outcome(0, 60)
+        assert good, answer
+        said, seconds = answer
+        assert "could not exchange statistics of" in said
+        assert said.endswith("| 20")  # the group's own patience, and not torch's half hour
+        assert seconds < 25
     finally:
         crew.dismiss()
 

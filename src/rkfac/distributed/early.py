@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
+from rkfac import compat
 from rkfac.curvature.block import Block
 from rkfac.curvature.statistics import Statistics
 from rkfac.distributed.world import World
@@ -68,6 +69,8 @@ class Early:
                     some = []
         if some:
             self._add(some)
+        if self._buckets and self._group is None:
+            self._group = self._channel()
 
     def _bytes(self, blocks: Sequence[Block]) -> int:
         pairs = [pair for block in blocks for pair in block.summands()]
@@ -102,15 +105,19 @@ class Early:
         bucket.flat = torch.cat([t.reshape(-1) for t in sums])
         self._world.sent["statistics"] += bucket.flat.nbytes
         with self._world.exchanging(f"statistics of {bucket.blocks[0].name!r} and its neighbours"):
-            bucket.work = distributed.all_reduce(bucket.flat, group=self._channel, async_op=True)
+            bucket.work = distributed.all_reduce(bucket.flat, group=self._group, async_op=True)
 
-    @property
     def _channel(self) -> Any:
-        """A group of its own: what leaves early must not stand between the messages of others."""
-        if self._group is None:
-            ranks = distributed.get_process_group_ranks(self._world.group or distributed.group.WORLD)
-            self._group = distributed.new_group(ranks, use_local_synchronization=True)
-        return self._group
+        """A group of its own: what leaves early must not stand between the messages of others.
+
+        Made between two steps, where everybody passes: inside a backward pass those who wait for it and those who wait for
+        their gradients would wait for each other.
+        """
+        group = self._world.group or distributed.group.WORLD
+        ranks = distributed.get_process_group_ranks(group)
+        timeout = compat.timeout_of(group, self._buckets[0].blocks[0].weight.device)
+        with self._world.exchanging("a channel for statistics that leave early"):
+            return distributed.new_group(ranks, timeout=timeout, use_local_synchronization=True)
 
     # --- in the step
 
