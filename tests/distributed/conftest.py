@@ -28,6 +28,11 @@ def pair(_crews: dict[int, Crew]) -> Crew:
     return _of(_crews, 2)
 
 
+@pytest.fixture
+def four(_crews: dict[int, Crew]) -> Crew:
+    return _of(_crews, 4)
+
+
 @pytest.fixture(params=[2, 4], ids=["2 processes", "4 processes"])
 def crew(request: pytest.FixtureRequest, _crews: dict[int, Crew]) -> Crew:
     return _of(_crews, request.param)

@@ -36,8 +36,13 @@ def check(crew: Crew, *args: Any) -> None:
 
 @pytest.mark.parametrize("model", ["convnet", "speaker"])
 @pytest.mark.parametrize("optimizer", MEMBERS)
-def test_every_member_takes_the_steps_of_one_process(crew: Crew, optimizer: str, model: str) -> None:
-    check(crew, optimizer, model)
+def test_every_member_takes_the_steps_of_one_process(pair: Crew, optimizer: str, model: str) -> None:
+    check(pair, optimizer, model)
+
+
+@pytest.mark.parametrize("optimizer", ["KFAC", "RSKFAC", "SREKFAC", "recommended", "EKFAC", "KLDWRM"])
+def test_four_processes_take_the_steps_of_one(four: Crew, optimizer: str) -> None:
+    check(four, optimizer, "convnet")
 
 
 @pytest.mark.parametrize("wrapping", ["before", "after", "none"])
@@ -83,8 +88,17 @@ def test_natural_gradients_of_the_backward_pass_are_averaged_by_ddp(crew: Crew) 
     check(crew, "RSKFAC", "mlp", "before", 4, None, 1, False, None, {"apply": "backward"})
 
 
-@pytest.mark.parametrize("optimizer", ["RSKFAC", "KFAC", "EKFAC", "graft-adamw", "stale", "recommended"])
-@pytest.mark.parametrize("model", ["wide", "speaker"])
+@pytest.mark.parametrize(
+    "optimizer, model",
+    [
+        ("RSKFAC", "wide"),
+        ("KFAC", "wide"),
+        ("EKFAC", "wide"),
+        ("graft-adamw", "wide"),
+        ("stale", "wide"),
+        ("RSKFAC", "speaker"),
+    ],
+)
 def test_averages_that_one_process_keeps(crew: Crew, optimizer: str, model: str) -> None:
     check(crew, optimizer, model, "before", 12, None, 1, False, None, {"memory": "owned"})
 
