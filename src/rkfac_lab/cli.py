@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 from datetime import datetime
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from rkfac_lab import disk
+from rkfac_lab import disk, joining, ranks
 from rkfac_lab.cli_bench import bench
 from rkfac_lab.errors import CrashError, LabError
 from rkfac_lab.harmless import visible
@@ -19,13 +20,20 @@ from rkfac_lab.options import names
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 app.add_typer(bench, name="bench")
+SHARED = ("train", "compare")  # by several processes
 data = typer.Typer(no_args_is_help=True, help="Datasets: which are here, and fetch one.")
 app.add_typer(data, name="data")
 
 
 @app.callback()
-def root() -> None:
+def root(context: typer.Context) -> None:
     """Second-order training: compare optimizers, repeat the paper's experiments, measure."""
+    together = ranks.here()
+    if not together.alone and context.invoked_subcommand not in SHARED:
+        raise LabError(
+            f"rkfac {context.invoked_subcommand} is a command of one process, and torchrun has started {together.size}; "
+            f"start it without torchrun (what several processes can share is rkfac {' and rkfac '.join(SHARED)})."
+        )
 
 
 @app.command()
@@ -168,7 +176,9 @@ def compare(
     if search and tuned:
         raise LabError("--tune chooses now what --tuned has chosen before; leave one of the two away.")
     arguments = tuning.read(tuned, comparison) if tuned else None
-    folder = comparing.choose_folder(out, workload, resume)
+    if search and not ranks.here().alone:
+        raise LabError("--tune is for one process; tune with `rkfac tune` before, and take its choices with --tuned.")
+    folder = ranks.here().from_first(lambda: comparing.choose_folder(out, workload, resume))
     results = comparing.run(comparison, folder, search=search, arguments=arguments, reference=reference)
     if results.interrupted:
         raise typer.Exit(130)
@@ -275,14 +285,27 @@ def main() -> None:
     What nobody foresaw is one line too, with exit code 1; its traceback is kept in a file that the line names.
     """
     try:
+        with joining.joined() as together:
+            _command(together)
+    except LabError as error:  # the processes did not find each other
+        raise _ended(error) from None
+
+
+def _command(together: ranks.Ranks) -> None:
+    try:
         app()
     except LabError as error:
-        typer.echo(f"rkfac: {visible(str(error))}", err=True)
-        raise SystemExit(1 if isinstance(error, CrashError) else 2) from None
+        raise _ended(error, together) from None
     except Exception as error:  # outside of any run: there is no folder for its traceback but the system's
-        crash = CrashError(error, disk.keep_traceback(Path(tempfile.mkdtemp(prefix="rkfac-")) / "traceback.txt"))
-        typer.echo(f"rkfac: {visible(str(crash))}", err=True)
-        raise SystemExit(1) from None
+        kept = disk.keep_traceback(Path(tempfile.mkdtemp(prefix="rkfac-")) / "traceback.txt")
+        raise _ended(CrashError(error, kept), together) from None
+
+
+def _ended(error: LabError, together: ranks.Ranks = ranks.ALONE) -> SystemExit:
+    """Say what is wrong, in one of the processes."""
+    if joining.speaks(together, error):
+        typer.echo(f"rkfac: {visible(str(error))}", err=True, file=None if together.first else sys.__stderr__)
+    return SystemExit(1 if isinstance(error, CrashError) else 2)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ was cut short continues where it stopped; a run that diverges or fails is said i
 
 from __future__ import annotations
 
+import contextlib
 import json
 import tempfile
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ from rkfac_lab import (
     places,
     plots,
     promise_text,
+    ranks,
     report,
     schedules,
     table_text,
@@ -31,8 +33,8 @@ from rkfac_lab import (
 )
 from rkfac_lab.comparison import Comparison
 from rkfac_lab.data import Sources
-from rkfac_lab.errors import LabError, unknown
-from rkfac_lab.jobs import Display, Results, run_all
+from rkfac_lab.errors import AbandonedError, LabError, unknown
+from rkfac_lab.jobs import Display, Results, follow, run_all
 from rkfac_lab.lock import locked
 from rkfac_lab.promise import promises
 from rkfac_lab.record import CONFIG
@@ -76,8 +78,10 @@ def run(
     if twice:
         raise LabError(f"Two contenders are called {twice[0]!r} and would be one row; give one another label.")
     check(comparison, arguments)
-    with locked(folder):
-        disk.sweep(folder, WRITTEN)
+    together = ranks.here()
+    with contextlib.ExitStack() as held:
+        together.by_first(lambda: held.enter_context(locked(folder)))
+        together.by_first(lambda: disk.sweep(folder, WRITTEN))
         results = _run(comparison, folder, search, arguments or {}, reference, console)
     if results.interrupted:
         again = continued_by or f"--resume --out {folder}"
@@ -96,6 +100,9 @@ def _run(
     warm_up(comparison)
     display = Display()
     try:
+        if not ranks.here().first:
+            follow(comparison.jobs(folder / "runs", arguments))
+            return Results()
         if search is not None:
             tuned = tuning.tune(comparison, search, folder, display)
             tuning_text.show(tuned, console)
@@ -145,6 +152,8 @@ def warm_up(comparison: Comparison) -> None:
         with tempfile.TemporaryDirectory() as folder:
             try:
                 train.run(small, Path(folder) / "warm-up")
+            except AbandonedError:
+                raise
             except Exception:  # its own runs will say what is wrong with it
                 continue
 

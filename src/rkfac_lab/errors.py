@@ -19,6 +19,14 @@ class CrashError(LabError):
         super().__init__(f"{self.reason} (traceback: {kept or 'there was no place to keep it'})")
 
 
+class AbandonedError(CrashError):
+    """One process of several has failed where the others have not: the command cannot go on in any of them."""
+
+    def __init__(self, who: str, error: BaseException, kept: Path | None = None) -> None:
+        self.reason = f"{who} failed without the others, which ends the command: {one_line(error)}"
+        LabError.__init__(self, f"{self.reason} (traceback: {kept})" if kept else self.reason)
+
+
 def one_line(error: BaseException) -> str:
     """An error in one line without places, as a table shows it."""
     if isinstance(error, CrashError):

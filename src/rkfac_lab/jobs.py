@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,14 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
-from rkfac_lab import train
+from rkfac_lab import ranks, train
 from rkfac_lab.config import RunConfig
-from rkfac_lab.errors import LabError, one_line
+from rkfac_lab.errors import AbandonedError, LabError, one_line
 from rkfac_lab.harmless import visible
 from rkfac_lab.progress import Heartbeat, ProgressReporter, describe
 from rkfac_lab.record import CONFIG, Run, load_run
 from rkfac_lab.tables import Failure
-from rkfac_lab.workers import side_by_side
+from rkfac_lab.workers import Listener, side_by_side
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,20 @@ class Results:
 def run_all(jobs: Sequence[Job], display: Display) -> Results:
     """Do the jobs in their order; if not one of them could run, the mistake is the user's and is raised."""
     results = attempt(jobs, display)
-    if results.failures and not results.runs and not results.interrupted:
-        raise LabError(f"Not one of the {len(jobs)} runs could be done: {results.failures[0].message}")
+    if not results.interrupted:
+        ranks.here().by_first(lambda: _require_runs(results))
     return results
+
+
+def follow(jobs: Sequence[Job]) -> None:
+    """What the other processes do while the first one is at `run_all`: their share of every run."""
+    _one_by_one(jobs, _Deaf())
+    ranks.here().by_first(lambda: None)
+
+
+def _require_runs(results: Results) -> None:
+    if results.failures and not results.runs:
+        raise LabError(f"Not one of the {len(results.failures)} runs could be done: {results.failures[0].message}")
 
 
 def attempt(
@@ -74,14 +86,30 @@ def attempt(
     return book.results()
 
 
-def _one_by_one(jobs: Sequence[Job], book: _Book) -> None:
+def _one_by_one(jobs: Sequence[Job], book: Listener) -> None:
+    together = ranks.here()
     for number, job in enumerate(jobs):
         try:
-            reporter = book.begun(number)
+            reporter = together.by_first(partial(book.begun, number))
             train.run(job.config, job.folder, resume=True, progress=reporter)
-            book.ended(number)
+            together.by_first(partial(book.ended, number))
+        except AbandonedError:
+            raise
         except Exception as error:  # whatever an optimizer does, the others still deserve their turn
             book.failed(number, one_line(error))
+
+
+class _Deaf:
+    """Hears what the first process writes down."""
+
+    def begun(self, number: int) -> ProgressReporter:
+        raise NotImplementedError  # the first process's
+
+    def ended(self, number: int) -> None:
+        raise NotImplementedError  # the first process's
+
+    def failed(self, number: int, message: str) -> None:
+        pass
 
 
 class _Book:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from .errors import LabError
+from .ranks import ALONE, Ranks
 
 
 @contextlib.contextmanager
@@ -21,8 +22,12 @@ def threads(count: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def device(name: str) -> torch.device:
-    """The device of this name; "auto" is the GPU where there is one."""
+def device(name: str, together: Ranks = ALONE) -> torch.device:
+    """The device of this name; "auto" is the GPU where there is one. Several processes have one GPU each."""
+    if not together.alone and name.startswith("cuda:"):
+        raise LabError(f"The device {name!r} is one for all {together.size} processes; say cuda, and each has its own.")
+    if not together.alone and torch.cuda.is_available() and name in ("auto", "cuda"):
+        return torch.device("cuda", together.local)
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -92,6 +92,7 @@ class Environment(_Dated, total=False):
     machine: str
     device: str
     cpus: int | None
+    processes: int
     threads: int
 
 

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import platform
+import tempfile
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -125,6 +126,32 @@ class RunFolder:
             (self.path / TRACEBACK).unlink(missing_ok=True)
 
 
+class Elsewhere(RunFolder):
+    """The folder of a run whose first process writes it, for the others: nothing they do changes anything there."""
+
+    def write(self, name: str, content: dict[str, Any]) -> None:
+        """Nothing."""
+
+    def append(self, lines: Iterable[dict[str, Any]]) -> None:
+        """Nothing."""
+
+    def keep(self, steps: Collection[int]) -> None:
+        """Nothing."""
+
+    def save_checkpoint(self, state: dict[str, Any]) -> None:
+        """Nothing."""
+
+    def sweep(self) -> None:
+        """Nothing."""
+
+    def keep_traceback(self) -> Path | None:
+        """In a folder of the system's."""
+        return disk.keep_traceback(Path(tempfile.mkdtemp(prefix="rkfac-")) / TRACEBACK)
+
+    def forget_traceback(self) -> None:
+        """Nothing."""
+
+
 def finite(value: Any) -> Any:
     """`value` with NaN and infinities as null, which is all JSON knows of them."""
     if isinstance(value, dict):
@@ -134,8 +161,8 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def environment(device: torch.device) -> dict[str, Any]:
-    """Versions, machine, threads and date of the run."""
+def environment(device: torch.device, processes: int = 1) -> dict[str, Any]:
+    """Versions, machine, processes, threads of each and date of the run."""
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -149,6 +176,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "processor": _processor(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "cpus": os.cpu_count(),
+        "processes": processes,
         "threads": torch.get_num_threads(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }

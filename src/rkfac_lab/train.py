@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import random
@@ -14,14 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from . import checkpoint, disk, identity, machine, metrics, optimizers, record, schedules, shapes
+from . import averaging, checkpoint, disk, identity, machine, metrics, optimizers, ranks, record, schedules, shapes
 from .config import RunConfig, resolve
 from .data import Sources
 from .data.batches import Batches
-from .errors import CrashError, LabError, one_line
+from .errors import AbandonedError, CrashError, LabError, one_line
 from .lock import locked
 from .progress import ProgressReporter, Silent
-from .record import Run, RunFolder
+from .ranks import Ranks
+from .record import Elsewhere, Run, RunFolder
 from .validation import held_out
 from .workloads import find
 
@@ -35,18 +37,24 @@ def run(config: RunConfig, folder: Path, *, resume: bool = False, progress: Prog
     With `resume` a run that already ended is returned as it is, and one cut short continues from its checkpoint.
     Ctrl-C writes the summary with status "interrupted" and raises KeyboardInterrupt again. Whatever goes wrong
     otherwise ends in a LabError of one sentence; a traceback there is to show lies in the folder.
+    Of several processes (`ranks.here()`) each takes its share of every batch, and the first one has the folder.
     """
-    config = resolve(config)
-    target = RunFolder(Path(folder))
-    with locked(target.path), machine.threads(config.threads):
+    together = ranks.here()
+    target = RunFolder(Path(folder)) if together.first else Elsewhere(Path(folder))
+    with contextlib.ExitStack() as held:
         try:
-            if not _has_ended(target, config, resume):
-                _train(config, target, progress or Silent())
-        except LabError:
-            raise
+            whole = together.from_first(lambda: resolve(config))
+            together.by_first(lambda: held.enter_context(locked(target.path)))
+            held.enter_context(machine.threads(whole.threads))
+            if not together.from_first(lambda: _has_ended(target, whole, resume)):
+                _train(whole, target, progress or Silent(), together)
+            return together.from_first(lambda: record.load_run(target.path))
         except Exception as error:
-            raise CrashError(error, target.keep_traceback()) from error
-        return record.load_run(target.path)
+            alike, foreseen = together.failed_alike(error), isinstance(error, LabError)
+            if alike and foreseen:
+                raise
+            kept = None if foreseen or (alike and not together.first) else target.keep_traceback()
+            raise (CrashError(error, kept) if alike else AbandonedError(str(together), error, kept)) from error
 
 
 def _has_ended(target: RunFolder, config: RunConfig, resume: bool) -> bool:
@@ -59,8 +67,8 @@ def _has_ended(target: RunFolder, config: RunConfig, resume: bool) -> bool:
     return status == "diverged" or (status == "finished" and not identity.limits_grew(before, config))
 
 
-def _train(config: RunConfig, target: RunFolder, progress: ProgressReporter) -> None:
-    trainer = _Trainer(config, target, progress)
+def _train(config: RunConfig, target: RunFolder, progress: ProgressReporter, together: Ranks) -> None:
+    trainer = _Trainer(config, target, progress, together)
     trainer.open()
     try:
         trainer.train()
@@ -74,13 +82,13 @@ def _train(config: RunConfig, target: RunFolder, progress: ProgressReporter) -> 
 class _Trainer:
     """The state of one run; everything that `_state` saves decides the numbers to come."""
 
-    def __init__(self, config: RunConfig, folder: RunFolder, progress: ProgressReporter) -> None:
+    def __init__(self, config: RunConfig, folder: RunFolder, progress: ProgressReporter, together: Ranks) -> None:
         assert config.epochs is not None
         assert config.batch_size is not None
         assert config.lr_shape is not None  # `resolve` has filled them in
-        self.config, self.folder, self.progress = config, folder, progress
+        self.config, self.folder, self.progress, self.together = config, folder, progress, together
         self.workload = held_out(find(config.workload), config.validation_share)
-        self.device = machine.device(config.device)
+        self.device = machine.device(config.device, together)
         data = self.workload.data(Sources(config.data_dir, config.text_file))
         random.seed(config.seed)
         np.random.seed(config.seed % 2**32)
@@ -88,6 +96,7 @@ class _Trainer:
         self.model: nn.Module = self.workload.model(data).to(self.device)
         if self.workload.channels_last:
             self.model = self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        averaging.same_start(self.model, together)
         chosen = config.optimizer
         self.optimizer = optimizers.build(chosen.name, self.model, chosen.arguments, seed=config.seed)
         schedules.check(config.schedule, self.optimizer, chosen, self.model)
@@ -111,18 +120,19 @@ class _Trainer:
     def open(self) -> None:
         """Continue from the folder's checkpoint or begin; what cannot be continued is refused before anything is written."""
         self.folder.sweep()
-        state = self.folder.load_checkpoint()
+        state = self.together.from_first(self.folder.load_checkpoint)
         if state is not None:
             self._restore(state)
         again = not self._budget_spent()  # then what was measured only because the budget ended there is dropped
-        kept = [line for line in self.folder.lines() if line["kind"] == "epoch" and line["step"] <= self.step]
+        found = self.together.from_first(self.folder.lines)
+        kept = [line for line in found if line["kind"] == "epoch" and line["step"] <= self.step]
         self.lines = [ln for ln in kept if not (again and ln.get("partial") and not self._due_inside(ln["step"]))]
         self._require_lines()
         self.folder.write(record.CONFIG, self.config.to_dict())
-        self.folder.write(record.ENVIRONMENT, record.environment(self.device))
+        self.folder.write(record.ENVIRONMENT, record.environment(self.device, self.together.size))
         self._write_summary()  # before lines are dropped: a summary never knows more than the metrics
         self.folder.keep({line["step"] for line in self.lines})
-        if self.config.tensorboard:
+        if self.config.tensorboard and self.together.first:
             from torch.utils.tensorboard import SummaryWriter
 
             place = self.folder.path / "tensorboard"
@@ -192,8 +202,10 @@ class _Trainer:
             self.optimizer.load_state_dict(state["optimizer"])
             self.batches.load_state_dict(state["batches"])
             torch.set_rng_state(state["random"])
-            if state["cuda_random"]:
+            if state["cuda_random"] and self.together.alone:
                 torch.cuda.set_rng_state_all(state["cuda_random"])
+            elif state["cuda_random"]:  # what optimizers draw must be the same on every device
+                torch.cuda.set_rng_state(state["cuda_random"][0], self.device)
         except Exception as error:  # whose state it is decides how it fails
             path = self.folder.path / record.CHECKPOINT
             raise disk.damaged(path, f"it does not fit this run: {one_line(error)[:200]}", checkpoint.REMEDY) from error
@@ -202,7 +214,8 @@ class _Trainer:
 
     def _checkpoint(self) -> None:
         begun = time.monotonic()
-        self.folder.save_checkpoint(self._state())
+        if self.together.first:
+            self.folder.save_checkpoint(self._state())
         self.saved_at = time.monotonic()
         self.saving_takes = self.saved_at - begun
 
@@ -238,10 +251,10 @@ class _Trainer:
             loss, size = self._take_step()
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
-            seconds = time.perf_counter() - started
+            seconds, cpu = self._spent(time.perf_counter() - started, time.process_time() - cpu_started)
             self.train_seconds += seconds
             self.epoch_seconds += seconds
-            self.cpu_seconds += time.process_time() - cpu_started
+            self.cpu_seconds += cpu
             if not math.isfinite(loss):
                 return False
             self.step += 1
@@ -257,15 +270,33 @@ class _Trainer:
         return True
 
     def _take_step(self) -> tuple[float, int]:
+        """The loss and the size of the batch, of which every process takes its share.
+
+        The gradient is that of the mean over the batch: gradients are averaged over the processes, so each one's loss, the
+        mean over its share, counts in proportion to the share. A process without samples has no pass at all.
+        """
         x, y = self.batches.take()
-        inputs, targets = self._prepared(x, y)
+        mine, weight = self.together.share(len(x))
+        averaging.same_buffers(self.model, self.together)
         self.optimizer.zero_grad()
-        loss = self.workload.loss(self.model(inputs), targets)
-        value = loss.item()
+        with averaging.own_randomness(self.together, self.device, self.config.seed, self.step):
+            loss = self._loss(x[mine], y[mine]) if weight else None
+            (value,) = self.together.sums(0.0 if loss is None else weight * loss.item())
+            if loss is not None and math.isfinite(value):
+                (loss if self.together.alone else loss * (weight * self.together.size)).backward()
         if math.isfinite(value):
-            loss.backward()
+            averaging.average_gradients(self.model, self.together)
             self.optimizer.step()
         return value, len(x)
+
+    def _spent(self, seconds: float, cpu: float) -> tuple[float, float]:
+        """Of a step: seconds by the first process's clock, which decides for all, and of computing in all of them."""
+        seconds, cpu = self.together.sums(seconds if self.together.first else 0.0, cpu)
+        return seconds, cpu
+
+    def _loss(self, x: Tensor, y: Tensor) -> Tensor:
+        inputs, targets = self._prepared(x, y)
+        return self.workload.loss(self.model(inputs), targets)
 
     def _prepared(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         inputs, targets = self.workload.prepare(x, y)
@@ -332,16 +363,21 @@ class _Trainer:
 
     @torch.no_grad()
     def _evaluate(self) -> dict[str, float]:
+        """Means over the test samples, whose batches go round the processes; added up in one order, whoever had which."""
         measures = {f"{self.workload.measured_on}_loss": self.workload.loss, **self.workload.metrics}
-        sums = dict.fromkeys(measures, 0.0)
+        batches = list(zip(self.test_x.split(EVALUATION_BATCH), self.test_y.split(EVALUATION_BATCH), strict=True))
+        found = torch.zeros(len(batches), len(measures), dtype=torch.float64)
+        averaging.same_buffers(self.model, self.together)
         self.model.eval()
-        for x, y in zip(self.test_x.split(EVALUATION_BATCH), self.test_y.split(EVALUATION_BATCH), strict=True):
+        for number in range(self.together.rank, len(batches), self.together.size):
+            x, y = batches[number]
             inputs, targets = self._prepared(x, y)
             outputs = self.model(inputs)
-            for name, measure in measures.items():
-                sums[name] += measure(outputs, targets).item() * len(x)
+            for at, measure in enumerate(measures.values()):
+                found[number, at] = measure(outputs, targets).item() * len(x)
         self.model.train()
-        return {name: total / len(self.test_x) for name, total in sums.items()}
+        self.together.add_up(found, "measurements")
+        return {name: sum(own) / len(self.test_x) for name, own in zip(measures, found.T.tolist(), strict=True)}
 
     def _hyper_parameters(self) -> dict[str, float]:
         group = self.optimizer.param_groups[0]

@@ -116,4 +116,14 @@ def test_environment_names_versions_and_no_person_or_place():
         found["versions"]["torch"] == torch.__version__.split("+")[0] or found["versions"]["torch"] == torch.__version__
     )
     assert found["threads"] == torch.get_num_threads()
-    assert set(found) == {"versions", "system", "machine", "processor", "device", "cpus", "threads", "date"}
+    assert set(found) == {
+        "versions",
+        "system",
+        "machine",
+        "processor",
+        "device",
+        "cpus",
+        "processes",
+        "threads",
+        "date",
+    }
