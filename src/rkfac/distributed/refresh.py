@@ -6,18 +6,16 @@ the same everywhere, so that it makes no difference who does which.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from rkfac.curvature.block import Block, Group
 from rkfac.curvature.decompose import Request
 from rkfac.curvature.factor import Factor, Refreshed
 from rkfac.distributed.assignment import assigned
 from rkfac.distributed.ownership import Ownership
+from rkfac.distributed.parcels import Label, label, opened, packed, size
 from rkfac.linalg import DecompositionError
 
 
@@ -67,78 +65,30 @@ def _doers(tasks: Sequence[Task], ownership: Ownership) -> list[int]:
 def _exchanged(tasks: Sequence[Task], ownership: Ownership) -> list[Refreshed[Any] | DecompositionError]:
     """The result of every task, or why it failed where it was tried."""
     world, who = ownership.world, _doers(tasks, ownership)
-    mine: dict[int, Refreshed[Any] | DecompositionError] = {}
-    for number, task in enumerate(tasks):
-        if who[number] == world.rank:
-            with task.block.timed("refresh"):
-                mine[number] = _tried(task)
-    parcel = {n: str(one) if isinstance(one, DecompositionError) else _parts(tasks[n], one) for n, one in mine.items()}
-    labels = {n: one if isinstance(one, str) else _label(one) for n, one in parcel.items()}
+    mine = {number: _tried(task) for number, task in enumerate(tasks) if who[number] == world.rank}
+    finished = {n: tasks[n].factor.packed(one) for n, one in mine.items() if isinstance(one, Refreshed)}
+    # Small things first: what failed and why, and what the bytes are that follow.
+    said: dict[int, Label | str] = {n: label(finished[n]) if n in finished else str(one) for n, one in mine.items()}
     what = f"decompositions of {len({id(task.block) for task in tasks})} layers, among them {tasks[0].block.name!r}"
-    everybody = world.told(labels, what)
-    packed = [t for one in parcel.values() if not isinstance(one, str) for t in one.values() if isinstance(t, Tensor)]
-    device = tasks[0].block.weight.device
-    mail = (
-        torch.cat([_bytes(t, device) for t in packed]) if packed else torch.empty(0, dtype=torch.uint8, device=device)
-    )
-    sizes = [sum(_size(label) for label in theirs.values() if not isinstance(label, str)) for theirs in everybody]
-    buffers = world.spread(mail, sizes, what)
+    everybody = world.told(said, what)
+    sizes = [sum(size(one) for one in theirs.values() if not isinstance(one, str)) for theirs in everybody]
+    buffers = world.spread(packed(finished.values(), tasks[0].block.weight.device), sizes, what)
     results: dict[int, Refreshed[Any] | DecompositionError] = {}
     for theirs, buffer in zip(everybody, buffers, strict=True):
         at = 0
-        for number, label in theirs.items():
-            if isinstance(label, str):
-                results[number] = DecompositionError(label)
+        for number, one in theirs.items():
+            if isinstance(one, str):
+                results[number] = DecompositionError(one)
                 continue
-            size = _size(label)
             # Its own as well: another order of the same numbers in memory may give other last digits in products.
-            results[number] = tasks[number].factor.unpacked(_opened(label, buffer[at : at + size]))
-            at += size
+            results[number] = tasks[number].factor.unpacked(opened(one, buffer[at : at + size(one)]))
+            at += size(one)
     return [results[number] for number in range(len(tasks))]
 
 
 def _tried(task: Task) -> Refreshed[Any] | DecompositionError:
-    try:
-        return task.factor.refresh(task.request)
-    except DecompositionError as error:
-        return error
-
-
-# --- tensors as bytes
-
-Label = Sequence[tuple[str, Any]]  # names with (dtype, shape) of a tensor, or with a value that is none
-
-
-def _parts(task: Task, made: Refreshed[Any]) -> Mapping[str, Any]:
-    return task.factor.packed(made)
-
-
-def _label(parts: Mapping[str, Any]) -> Label:
-    return [(k, (v.dtype, tuple(v.shape)) if isinstance(v, Tensor) else v) for k, v in parts.items()]
-
-
-def _elements(shape: Sequence[int]) -> int:
-    return int(torch.Size(shape).numel())
-
-
-def _size(label: Label) -> int:
-    return sum(_elements(v[1]) * v[0].itemsize for _, v in label if isinstance(v, tuple))
-
-
-def _bytes(tensor: Tensor, device: torch.device) -> Tensor:
-    return tensor.to(device).contiguous().reshape(-1).view(torch.uint8)
-
-
-def _opened(label: Label, buffer: Tensor) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    at = 0
-    for name, value in label:
-        if not isinstance(value, tuple):
-            found[name] = value
-            continue
-        dtype, shape = value
-        size = _elements(shape) * dtype.itemsize
-        # A copy begins where its own memory does, wherever the bytes lay in the mail.
-        found[name] = buffer[at : at + size].clone().view(dtype).reshape(shape)
-        at += size
-    return found
+    with task.block.timed("refresh"):
+        try:
+            return task.factor.refresh(task.request)
+        except DecompositionError as error:
+            return error
