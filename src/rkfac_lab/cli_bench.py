@@ -111,6 +111,28 @@ def scaling(
         _say_written(console, path)
 
 
+@bench.command("scaling-out")
+def scaling_out(
+    problems: Problems = "mlp",
+    optimizers: Annotated[str, typer.Option(help="Parts of names; SGD is always there.")] = "RS-KFAC (default)",
+    ranks: Annotated[str, typer.Option(help="Numbers of processes, comma-separated, 1 first.")] = "1,2",
+    rounds: Annotated[int | None, typer.Option(min=1, help="Interleaved rounds; by problem if not given.")] = None,
+    bandwidth: Annotated[float, typer.Option(min=1e-3, help="GB/s between processes on paper.")] = 10.0,
+    latency: Annotated[float, typer.Option(min=0, help="Microseconds a message on paper.")] = 10.0,
+    out: Out = Path("runs/bench-scaling-out.json"),
+) -> None:
+    """Seconds a step in several processes, by phase, with the bytes they send and a model for more of them."""
+    from rkfac_lab.bench import scaling_out as sharing
+
+    console = _wide_console()
+    wanted = sizes("--ranks", ranks, "1,2")
+    with console.status("sharing") as status:
+        results, papers = sharing.run(
+            names(problems), wanted, names(optimizers), rounds, bandwidth * 1e9, latency * 1e-6, status.update
+        )
+    _finish(console, sharing.tables(results, papers), sharing.as_json(results, papers), out)
+
+
 @bench.command("memory")
 def memory(
     problems: Problems = TARGETS,

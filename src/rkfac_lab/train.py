@@ -214,14 +214,15 @@ class _Trainer:
 
     def _checkpoint(self) -> None:
         begun = time.monotonic()
-        if self.together.first:
-            self.folder.save_checkpoint(self._state())
+        self.folder.save_checkpoint(self._state())  # in all processes: each may have a part of the optimizer's
         self.saved_at = time.monotonic()
         self.saving_takes = self.saved_at - begun
 
     def _worth_saving(self) -> bool:
         """Whether a checkpoint at an epoch's end is quick, or takes no more than a twentieth of the time since the last."""
-        return self.saving_takes < QUICK_SAVE or time.monotonic() - self.saved_at >= 20 * self.saving_takes
+        return self.together.from_first(
+            lambda: self.saving_takes < QUICK_SAVE or time.monotonic() - self.saved_at >= 20 * self.saving_takes
+        )
 
     # --- training
 
@@ -251,7 +252,7 @@ class _Trainer:
             loss, size = self._take_step()
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
-            seconds, cpu = self._spent(time.perf_counter() - started, time.process_time() - cpu_started)
+            seconds, cpu, save = self._agreed(time.perf_counter() - started, time.process_time() - cpu_started)
             self.train_seconds += seconds
             self.epoch_seconds += seconds
             self.cpu_seconds += cpu
@@ -265,7 +266,7 @@ class _Trainer:
                 if not self._measure(partial=True):
                     return False
                 self.loss_sum, self.samples = 0.0, 0
-            if time.monotonic() - self.saved_at >= self.config.checkpoint_seconds and not self.batches.exhausted:
+            if save and not self.batches.exhausted:
                 self._checkpoint()
         return True
 
@@ -289,10 +290,11 @@ class _Trainer:
             self.optimizer.step()
         return value, len(x)
 
-    def _spent(self, seconds: float, cpu: float) -> tuple[float, float]:
-        """Of a step: seconds by the first process's clock, which decides for all, and of computing in all of them."""
-        seconds, cpu = self.together.sums(seconds if self.together.first else 0.0, cpu)
-        return seconds, cpu
+    def _agreed(self, seconds: float, cpu: float) -> tuple[float, float, bool]:
+        """Of a step: seconds, and whether a checkpoint is due, by the first process's clock; seconds of computing in all."""
+        due = time.monotonic() - self.saved_at >= self.config.checkpoint_seconds
+        seconds, save, cpu = self.together.sums(*((seconds, float(due)) if self.together.first else (0.0, 0.0)), cpu)
+        return seconds, cpu, bool(save)
 
     def _loss(self, x: Tensor, y: Tensor) -> Tensor:
         inputs, targets = self._prepared(x, y)

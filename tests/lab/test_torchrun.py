@@ -98,11 +98,12 @@ SOAP = named("soap", steps=3)
 FEWER, MORE = flags("grows", "optimizer.name=rs-kfac", steps=3), flags("grows", "optimizer.name=rs-kfac", steps=6)
 BEGUN = flags("begun-alone", "optimizer.name=rs-kfac", steps=3)
 CONTINUED = [*flags("begun-alone", "optimizer.name=rs-kfac", steps=6), "--resume"]
+OWNED = ("optimizer.name=rs-kfac", "optimizer.arguments.memory=owned", "checkpoint_seconds=0")
 NOISE = {
-    name: flags(name, "optimizer.name=rs-kfac", steps=steps, workload="noisy_problem:NOISY")
+    name: flags(name, *OWNED, steps=steps, workload="noisy_problem:NOISY")
     for name, steps in (("whole", 7), ("parts", 4))
 }
-REST = [*flags("parts", "optimizer.name=rs-kfac", steps=7, workload="noisy_problem:NOISY"), "--resume"]
+REST = [*flags("parts", *OWNED, steps=7, workload="noisy_problem:NOISY"), "--resume"]
 BUDGET = [*flags("budget", "optimizer.name=sgd", steps=10**6), "--time-budget", "0.2", "--set", "epochs=100000"]
 COMPARED = "sgd,rs-kfac,noisy_problem:Broken"
 COMPARISON = ["compare", "digits-autoencoder", "--optimizers", COMPARED, "--seeds", "1", "--set", "max_steps=4"]
@@ -262,7 +263,7 @@ def test_what_one_began_two_continue(place, answers, tmp_path, monkeypatch):
 
 
 def test_a_run_of_two_in_parts_is_the_whole_run_bit_for_bit(place, answers):
-    """With BatchNorm and dropout, of which every process has its own."""
+    """With BatchNorm and dropout, of which every process has its own, and a part of the averages."""
     assert [one[repr(REST)][0] for one in answers] == [0, 0]
     assert torch.equal(parameters(place / "parts"), parameters(place / "whole"))
     assert numbers(load_run(place / "parts"))[-1] == numbers(load_run(place / "whole"))[-1]

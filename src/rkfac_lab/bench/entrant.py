@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from itertools import pairwise
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -21,6 +22,8 @@ NEVER = 1 << 40
 
 class Entrant:
     """A model, its optimizer, and the seconds of every step by kind of step and phase."""
+
+    names: ClassVar[tuple[str, ...]] = PHASES
 
     def __init__(self, name: str, contestant: Contestant, problem: Problem) -> None:
         torch.manual_seed(0)
@@ -62,20 +65,24 @@ class Entrant:
         passed = time.perf_counter() - cleared
         middle = self._spent()  # part of the curvature's work is done inside of the backward pass
         again = time.perf_counter()
+        self.between()
         self.optimizer.step()
         updating = time.perf_counter() - again + cleared - begin
         end = self._spent()
-        seconds = {phase: end[phase] - start[phase] for phase in BLOCK_PHASES}
-        seconds["forward/backward"] = passed - sum(middle[phase] - start[phase] for phase in BLOCK_PHASES)
-        seconds["update"] = updating - sum(end[phase] - middle[phase] for phase in BLOCK_PHASES)
-        for phase in PHASES:
+        seconds = {phase: end[phase] - start[phase] for phase in end}
+        seconds["forward/backward"] = passed - sum(middle[phase] - start[phase] for phase in end)
+        seconds["update"] = updating - sum(end[phase] - middle[phase] for phase in end)
+        for phase in self.names:
             self.phases[kind][phase].append(seconds[phase])
+
+    def between(self) -> None:
+        """What comes after the backward pass and before the step: nothing, in one process."""
 
     def seconds(self, kind: str) -> list[float]:
         """Of whole steps."""
         return [sum(parts) for parts in zip(*self.phases[kind].values(), strict=True)]
 
     def _spent(self) -> dict[str, float]:
-        """Seconds of each phase so far, as the blocks of curvature count them."""
+        """Seconds so far of the phases that somebody else counts: the blocks of curvature."""
         report = layers(self.optimizer)
         return {phase: sum(layer.seconds.get(own, 0.0) for layer in report) for phase, own in BLOCK_PHASES.items()}

@@ -49,7 +49,7 @@ def amortised(seconds: Mapping[str, float], factor_every: int, inverse_every: in
     return seconds["plain"] * (1 - collect) + middle + seconds["refresh"] * refresh
 
 
-def _a_step(every: Mapping[str, int]) -> Callable[[Mapping[str, float]], float]:
+def over_a_period(every: Mapping[str, int]) -> Callable[[Mapping[str, float]], float]:
     """What seconds by kind of step mean for a step of a contestant with these periods."""
     if not every:
         return lambda seconds: seconds["plain"]
@@ -105,7 +105,7 @@ def _ratios(entrant: Entrant, sgd: Entrant, a_step: Callable[[Mapping[str, float
 
 
 def _result(problem: Problem, entrant: Entrant, sgd: Entrant) -> Result:
-    a_step = _a_step(entrant.every)
+    a_step = over_a_period(entrant.every)
     seconds = {kind: Spread.of(entrant.seconds(kind)) for kind in entrant.kinds}
     whole = Spread.through(a_step, seconds)
     phases = {
