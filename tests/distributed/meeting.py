@@ -41,6 +41,17 @@ def differing(what: str) -> str:
         keywords["lr"] = 0.1 * (1 + rank)
     if what == "damping_rule":
         keywords["damping_rule"] = "pi" if rank else "factored"
+    if what == "exclude":
+        keywords["exclude"] = ("4",) if rank else ()
+    if what == "eager_start":
+        keywords["eager_start"] = bool(rank)
+    if what == "seed":
+        keywords["seed"] = rank
+    if what == "adaptive":
+        keywords |= {"adaptive_damping": rkfac.LevenbergMarquardt(every=2 + rank)}
+    if what == "groups":
+        first, rest = list(model[0].parameters()), [*model[2].parameters(), *model[4].parameters()]
+        keywords["params"] = [{"params": rest}, {"params": first}] if rank else [{"params": first}, {"params": rest}]
     if what == "class" and rank == 1:
         return said_by(lambda: stated.SREKFAC(model))
     return said_by(lambda: stated.RSKFAC(model, **keywords))
@@ -312,8 +323,8 @@ def early(how: str) -> tuple[bool, int, int, float]:
     believed, again = [], []
     real, summed = Early.totals, type(made("RSKFAC", build("mlp"))._world).summed
 
-    def totals(self: Any, block: Any) -> Any:
-        found = real(self, block)
+    def totals(self: Any, block: Any, alive: Any) -> Any:
+        found = real(self, block, alive)
         (believed if found is not None else again).append(block.name)
         return found
 
@@ -365,3 +376,73 @@ def died_early() -> tuple[str, float]:
     assert torch.equal(flat(model), before), "a parameter moved"
     timeout = optimizer._early._group._get_backend(torch.device("cpu")).options._timeout
     return f"{said} | {timeout.total_seconds():g}", time.monotonic() - began
+
+
+def other_weights() -> tuple[str, str]:
+    """Replicas that nobody made equal, and such that DistributedDataParallel made equal after the optimizer was built."""
+    said = []
+    for wrapped in (False, True):
+        torch.manual_seed(distributed.get_rank())
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+        optimizer = made("RSKFAC", model)
+        net = DistributedDataParallel(model) if wrapped else model
+        x, y = share(batches("mlp", 1, 12)[0], distributed.get_rank(), even(12, 2))
+        F.cross_entropy(net(x), y).backward()
+        said.append(said_by(optimizer.step))
+    return said[0], said[1]
+
+
+def frozen_bias(when: str) -> tuple[float, bool]:
+    """A bias is frozen, and thawed, in the middle: difference to one process, whether all are equal."""
+    rank, size = distributed.get_rank(), distributed.get_world_size()
+    nets = build("mlp"), build("mlp")
+    optimizers = made("RSKFAC", nets[0], process_group=False, factor_every=1), made("RSKFAC", nets[1], factor_every=1)
+    for i, batch in enumerate(batches("mlp", 12, 12)):
+        for net, optimizer, (x, y) in zip(nets, optimizers, (batch, share(batch, rank, even(12, size))), strict=True):
+            if when == "before zero_grad" and i in (4, 8):
+                net[2].bias.requires_grad_(i == 8)
+            optimizer.zero_grad()
+            if when == "after zero_grad" and i in (4, 8):
+                net[2].bias.requires_grad_(i == 8)
+            F.cross_entropy(net(x), y).backward()
+        for p in nets[1].parameters():
+            if p.grad is not None:
+                distributed.all_reduce(p.grad)
+                p.grad /= size
+        for optimizer in optimizers:
+            optimizer.step()
+    return float((flat(nets[1]) - flat(nets[0])).abs().max()), same_everywhere(flat(nets[1]))
+
+
+def with_a_group_of_one() -> bool:
+    """Somebody has made a group in which not every process is."""
+    distributed.new_group([0])
+    model = build("mlp")
+    net = DistributedDataParallel(model)
+    optimizer = made("RSKFAC", net)
+    for _ in steps_of(net, optimizer, batches("mlp", 8, 12), even(12, distributed.get_world_size())):
+        pass
+    return same_everywhere(flat(model)) and optimizer._early._group is not None
+
+
+def shrinking() -> float:
+    """A loss that falls by many powers of ten between two statistics, in float32: difference to one process."""
+    rank, size = distributed.get_rank(), distributed.get_world_size()
+    nets = build("mlp").float(), build("mlp").float()
+    own = {"factor_every": 1, "inverse_every": 1, "factor_decay": 0.0, "momentum": 0.0}
+    optimizers = made("KFAC", nets[0], process_group=False, **own), made("KFAC", nets[1], **own)
+    for i, (x, y) in enumerate(batches("mlp", 5, 12)):
+        scale = 1e-24 if i > 2 else 1.0
+        for net, optimizer, (a, b) in zip(
+            nets, optimizers, ((x.float(), y), share((x.float(), y), rank, even(12, size))), strict=True
+        ):
+            optimizer.zero_grad()
+            (scale * F.cross_entropy(net(a), b)).backward()
+        for p in nets[1].parameters():
+            distributed.all_reduce(p.grad)
+            p.grad /= size
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = 0.05 / scale
+            optimizer.step()
+    return float((flat(nets[1]) - flat(nets[0])).abs().max())

@@ -97,6 +97,18 @@ def test_saved_by_two_and_filled_into_two_and_four(pair: Crew, crew: Crew, optim
         torch.testing.assert_close(got, end, rtol=0, atol=0.0 if crew.size == 2 else 1e-10)
 
 
+@pytest.mark.parametrize("optimizer", ["RSKFAC", "graft-adamw", "recommended"])
+def test_asking_a_new_optimizer_for_its_state_is_no_step(optimizer: str) -> None:
+    """torch takes a step without gradients to see the buffers."""
+    first, second = build("convnet"), build("convnet")
+    own, other = made(optimizer, first, weight_decay=0.1), made(optimizer, second, weight_decay=0.1)
+    get_optimizer_state_dict(first, own)
+    data = batches("convnet", 6, 12)
+    train(first, own, data)
+    train(second, other, data)
+    assert_same_parameters(first, second, exactly=True)
+
+
 def test_a_state_of_another_algorithm_is_refused_and_changes_nothing() -> None:
     first, second = build("mlp"), build("mlp")
     own, other = made("RSKFAC", first), made("EKFAC", second)

@@ -17,10 +17,12 @@ from distributed.meeting import (
     differing,
     drawn_rows,
     early,
+    frozen_bias,
     held,
     joined,
     later,
     not_finite,
+    other_weights,
     refused,
     resumed,
     resumed_owned,
@@ -29,8 +31,10 @@ from distributed.meeting import (
     saved,
     saved_owned,
     sharded,
+    shrinking,
     stalled,
     tensor_parallel,
+    with_a_group_of_one,
 )
 
 
@@ -42,6 +46,11 @@ from distributed.meeting import (
         ("lr", "its groups"),
         ("damping_rule", "damping"),
         ("class", "the optimizer"),
+        ("exclude", "layers it covers"),
+        ("eager_start", "eager_start"),
+        ("seed", "randomness"),
+        ("adaptive", "adaptive_damping"),
+        ("groups", "parameters in its groups"),
     ],
 )
 def test_processes_that_differ_are_refused_by_name_in_all_of_them(pair: Crew, what: str, named: str) -> None:
@@ -211,3 +220,25 @@ def test_sums_leave_during_the_backward_pass_and_are_believed_only_where_nothing
         most = 3 * 5  # three layers in six steps that collect, the first of which has no units yet
         assert {"plain": believed == most, "growing": 0 < believed < most}.get(how, believed == 0)
         assert (again > 1) == (how != "plain")
+
+
+def test_replicas_with_other_weights_are_refused_at_their_first_step(pair: Crew) -> None:
+    for plain, wrapped in pair.run(other_weights):
+        assert "other values in other processes" in plain
+        assert wrapped == "nothing"
+
+
+@pytest.mark.parametrize("when", ["before zero_grad", "after zero_grad"])
+def test_a_bias_may_be_frozen_and_thawed_in_the_middle(pair: Crew, when: str) -> None:
+    for difference, equal in pair.run(frozen_bias, when):
+        assert equal
+        assert difference < 1e-10
+
+
+def test_groups_of_some_processes_do_no_harm(pair: Crew) -> None:
+    assert pair.run(with_a_group_of_one) == [True, True]
+
+
+def test_early_sums_that_vanish_in_their_units_are_not_believed(pair: Crew) -> None:
+    for difference in pair.run(shrinking):
+        assert difference < 1e-4

@@ -67,9 +67,20 @@ def test_accumulation_and_the_options_of_ddp(pair: Crew, passes: int, options: d
     check(pair, "RSKFAC", "mlp", "before", 12, None, passes, False, options)
 
 
+@pytest.mark.parametrize("view", [False, True], ids=["gradients of their own", "bucket views"])
+def test_accumulation_in_which_every_pass_is_averaged(pair: Crew, view: bool) -> None:
+    options = {"gradient_as_bucket_view": view, "sync every pass": True}
+    check(pair, "RSKFAC", "mlp", "before", 12, None, 3, False, options)
+
+
 @pytest.mark.parametrize("wrapping", ["before", "none"])
 def test_a_process_without_samples_for_a_layer(pair: Crew, wrapping: str) -> None:
     check(pair, "RSKFAC", "chooser", wrapping, 12, [0, 2, 12], 1, True, {"find_unused_parameters": True})
+
+
+def test_natural_gradients_of_a_layer_that_one_process_did_not_call(pair: Crew) -> None:
+    keywords, options = {"apply": "backward"}, {"find_unused_parameters": True}
+    check(pair, "RSKFAC", "chooser", "before", 4, [0, 1, 4], 1, True, options, keywords)
 
 
 @pytest.mark.parametrize("loss_average", ["batch", "sum", "tokens"])

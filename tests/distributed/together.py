@@ -129,6 +129,8 @@ def compared(
     """
     keywords, rank, processes = keywords or {}, distributed.get_rank(), distributed.get_world_size()
     cuts = cuts or even(size, processes)
+    ddp = dict(ddp or {})
+    every_pass = ddp.pop("sync every pass", False)
     data = batches(model, steps * passes, size, sort)
     alone, together = build(model), build(model)
     start = flat(alone)
@@ -150,7 +152,7 @@ def compared(
         own.zero_grad()
         for number, batch in enumerate(data[i * passes : (i + 1) * passes]):
             x, y = share(batch, rank, cuts)
-            quiet = isinstance(net, DistributedDataParallel) and number < passes - 1
+            quiet = isinstance(net, DistributedDataParallel) and number < passes - 1 and not every_pass
             with net.no_sync() if quiet else nullcontext():
                 (F.cross_entropy(net(x), y) / passes).backward()
         if wrapping == "none":

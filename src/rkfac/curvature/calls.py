@@ -96,5 +96,7 @@ def dropped(counted: tuple[Tensor, int], gradient: Tensor | None) -> bool:
     """Whether a gradient that something was counted for was set to None, replaced or zeroed since."""
     known, version = counted
     if gradient is not known:
-        return True
+        # DistributedDataParallel may put a view of its bucket, with the average of all processes, in a gradient's place.
+        in_a_bucket = gradient is not None and compat.base_of(gradient) is not gradient
+        return not (in_a_bucket and gradient is not None and bool(gradient.any()))
     return compat.version_of(gradient) != version and not bool(gradient.any())  # scaled or clipped is not dropped

@@ -32,7 +32,8 @@ class _Bucket:
     sizes: list[list[torch.Size]]
     flat: Tensor | None = None
     work: Any = None
-    sent: dict[int, tuple[Statistics, int]] = field(default_factory=dict)  # what each layer's sums were made of
+    # What each layer's sums were made of; None: of nothing, for its shapes are others by now.
+    sent: dict[int, tuple[Statistics, int] | None] = field(default_factory=dict)
 
 
 class Early:
@@ -97,11 +98,15 @@ class Early:
     def _send(self) -> None:
         bucket = self._buckets[self._next]
         self._next += 1
-        sums = []
-        for block in bucket.blocks:
-            bucket.sent[id(block)] = (block.pending, block.pending.calls)
-            units = self._units[block.name]
-            sums += [f.early(moment, unit) for (f, moment), unit in zip(block.summands(), units, strict=True)]
+        sums: list[Tensor] = []
+        for block, shapes in zip(bucket.blocks, bucket.sizes, strict=True):
+            pairs, units = block.summands(), self._units[block.name]
+            fits = [factor.sum_shape for factor, _ in pairs] == shapes
+            bucket.sent[id(block)] = (block.pending, block.pending.calls) if fits else None
+            if fits:
+                sums += [factor.early(moment, unit) for (factor, moment), unit in zip(pairs, units, strict=True)]
+            else:  # what was promised has the shapes that were planned
+                sums += [torch.zeros(shape, dtype=pairs[0][0].dtype, device=pairs[0][0].device) for shape in shapes]
         bucket.flat = torch.cat([t.reshape(-1) for t in sums])
         self._world.sent["statistics"] += bucket.flat.nbytes
         with self._world.exchanging(f"statistics of {bucket.blocks[0].name!r} and its neighbours"):
@@ -116,8 +121,10 @@ class Early:
         group = self._world.group or distributed.group.WORLD
         ranks = distributed.get_process_group_ranks(group)
         timeout = compat.timeout_of(group, self._buckets[0].blocks[0].weight.device)
+        # Where all processes are here, torch's ordinary way: the names of the other one depend on who is in which group.
+        some = group is not distributed.group.WORLD
         with self._world.exchanging("a channel for statistics that leave early"):
-            return distributed.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+            return distributed.new_group(ranks, timeout=timeout, use_local_synchronization=some)
 
     # --- in the step
 
@@ -142,14 +149,20 @@ class Early:
         bucket = self._of.get(id(block))
         if bucket is None:
             return False
-        statistics, calls = bucket.sent[id(block)]
-        return statistics is block.pending and calls == block.pending.calls
+        known = bucket.sent[id(block)]
+        return known is not None and known[0] is block.pending and known[1] == block.pending.calls
 
-    def totals(self, block: Block) -> list[Tensor] | None:
-        """The sums of all processes, None where their units do not fit; all processes find the same."""
+    def totals(self, block: Block, alive: Sequence[bool]) -> list[Tensor] | None:
+        """The sums of all processes, None where their units do not fit; all processes find the same.
+
+        `alive`: which of them are known not to be zero, whatever their units make of them.
+        """
         found = self._totals[id(block)]
-        peaks = [float(total.abs().max()) for total in found if total.numel()]
-        return found if all(peak == 0 or 1 / ROOM < peak < ROOM for peak in peaks) else None
+        for total, living in zip(found, alive, strict=True):
+            peak = float(total.abs().max()) if total.numel() else 0.0
+            if not (1 / ROOM < peak < ROOM) and (living or peak != 0):
+                return None
+        return found
 
     def units(self, block: Block) -> list[int]:
         """Exponents of what was sent."""

@@ -39,6 +39,8 @@ def pool(blocks: Collection[Block], ownership: Ownership, early: Early, seen: Ca
     What is not finite in one process is left out in all. A block that was retired in one is retired in all.
     """
     blocks, found, world = list(blocks), Pooled(), ownership.world
+    for block in blocks:
+        block.conform()  # also where no call was seen: shapes must be the same everywhere
     ownership.settle(blocks)
     early.finish()
     headers = [
@@ -56,7 +58,7 @@ def pool(blocks: Collection[Block], ownership: Ownership, early: Early, seen: Ca
         sent = all(row[3] for row in theirs)
         if not _agreed(block, theirs, found):
             continue
-        fresh = not (sent and _taken(block, early))  # in the units of the last statistics
+        fresh = not (sent and _taken(block, early, _alive(block, theirs)))  # in the units of the last statistics
         early.learn({block.name: _exponents(block, theirs)})
         if fresh:
             pooled.append(block)
@@ -70,9 +72,15 @@ def pool(blocks: Collection[Block], ownership: Ownership, early: Early, seen: Ca
     return found
 
 
-def _taken(block: Block, early: Early) -> bool:
+def _alive(block: Block, theirs: Sequence[Sequence[float]]) -> list[bool]:
+    """Which summands hold something in some process."""
+    first = 4 + 4 * len(block.pending.parts)
+    return [any(row[i] != NOTHING for row in theirs) for i in range(first, len(theirs[0]))]
+
+
+def _taken(block: Block, early: Early, alive: Sequence[bool]) -> bool:
     """Let what left early stand for a block's statistics, where its units fit."""
-    totals, units = early.totals(block), early.units(block)
+    totals, units = early.totals(block, alive), early.units(block)
     if totals is None:
         return False
     for (factor, moment), total, exponent in zip(block.summands(), totals, units, strict=True):

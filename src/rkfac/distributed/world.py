@@ -28,6 +28,7 @@ class World:
     rank: int = 0
     size: int = 1
     group: Any = None
+    meeting: Any = None  # torch's own object of the group, which another group of the same size is not
     sent: Counter[str] = field(default_factory=Counter)  # bytes by what they were for, as this process handed them over
 
     @property
@@ -121,8 +122,8 @@ class World:
         except (RuntimeError, ValueError) as error:
             raise RuntimeError(
                 f"process {self.rank} of {self.size} could not exchange {what}: another process has failed, was stopped, or "
-                f"did not get here within the process group's timeout ({error}). The model is as it was before this step; "
-                "stop all processes and resume them from a checkpoint."
+                f"did not get here within the process group's timeout ({error}). Stop all processes and resume them from a "
+                "checkpoint."
             ) from error
 
 
@@ -160,4 +161,5 @@ def world_of(model: nn.Module, group: Any) -> World:
     size = distributed.get_world_size(group)
     if size < 1:
         raise ValueError("this process is not part of process_group=: build the optimizer in its processes alone")
-    return World(distributed.get_rank(group), size, group) if size > 1 else ALONE
+    meeting = distributed.group.WORLD if group is None else group
+    return World(distributed.get_rank(group), size, group, meeting) if size > 1 else ALONE

@@ -90,7 +90,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         self._step = 0
         self._closed = False
         self._paused = False
-        self._world, self._memory = ALONE, memory
+        self._world, self._memory, self._met = ALONE, memory, False
         self._ownership, self._early = Ownership(ALONE, False), Early(ALONE)
         self._capture: Capture | None = None
         self._given, self._process_group = weakref.ref(model), process_group
@@ -135,27 +135,51 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         """Train together with whoever else is there, from the moment on that they appear."""
         given = self._given()  # it may be gone, and modules may define their own len() and truth
         found = world_of(self._model if given is None else given, self._process_group)
-        if (found.size, found.rank) == (self._world.size, self._world.rank):
+        if found.meeting is self._world.meeting:
             return
         if not self._world.alone:
             raise RuntimeError(
                 f"the process group of {self._world.size} processes is gone, or another one has come: build a new optimizer"
             )
         self._refuse_alone(found)
-        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
-        own = {
-            **self._fingerprint,
-            "memory": self._memory,
-            "the optimizer": type(self).__name__,
-            "its groups": groups,
-            "its steps": self._step,
-        }
-        agree(found, dict(self._model.named_parameters()), own)
+        agree(found, dict(self._model.named_parameters()), self._described())
         self._world, self._settings.randomness.rank = found, found.rank
         self._ownership, self._early = Ownership(found, self._memory == "owned"), Early(found)
         assert self._capture is not None
         self._capture.when_counted = self._early.arrived
         self._set_apart(self._blocks.values())
+
+    def _described(self) -> dict[str, Any]:
+        """All that decides what is said to other processes, and when."""
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
+        return {
+            **self._fingerprint,
+            "memory": self._memory,
+            "eager_start": self._settings.eager_start,
+            "warm_start": self._settings.warm_start,
+            "randomness": self._settings.randomness.state_dict() if self._settings.randomness.seeded else "",
+            "adaptive_damping": self._adaptive,
+            "the optimizer": type(self).__name__,
+            "its groups": groups,
+            "parameters in its groups": [[self._names.get(id(p)) for p in g["params"]] for g in self.param_groups],
+            "layers it covers": [(name, block.kind, block.ownable) for name, block in self._blocks.items()],
+            "its steps": self._step,
+        }
+
+    def _refuse_strangers(self) -> None:
+        """Once, when the first step comes: wrappers may have made replicas equal after the optimizer was built."""
+        if self._met or self._world.alone:
+            return
+        self._met = True
+        sums = [p.detach().double().sum().item() for p in self._all_parameters()]
+        rows = self._world.gathered(sums, self.param_groups[0]["params"][0].device, "a look at their parameters")
+        differing = [i for i, column in enumerate(zip(*rows, strict=True)) if len(set(map(str, column))) > 1]
+        if differing:
+            names = [self._names.get(id(self._all_parameters()[i]), "?") for i in differing]
+            raise ValueError(
+                f"{listed(names)} have other values in other processes: give all the same weights, as "
+                "DistributedDataParallel does, before the first step"
+            )
 
     def _refuse_alone(self, found: World) -> None:
         """Members and settings that know of one process alone, by name."""
@@ -214,6 +238,8 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         # Who collects only for its refresh has turns in that as well; the others' are asked for when they refresh.
         turn = self._turns() if any(block.period == "inverse_every" for block in self._blocks.values()) else {}
         for block in self._blocks.values():
+            if not self._world.alone:
+                block.conform()
             first = block.weight.requires_grad and not block.observed
             # Frozen layers too: they may be thawed before the forward, and cost nothing while they are not.
             period = self._group(block)[block.period]
@@ -270,7 +296,10 @@ class CurvatureOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step: statistics, decompositions when due, preconditioned update. All of it or, on an error, no update."""
+        if compat.called_by_distributed_checkpoint():
+            return self._make_buffers()
         self._check_settings(closure)
+        self._refuse_strangers()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -288,6 +317,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             collecting = self._capture.active
             retire(self._blocks.values(), self._capture, owners_of(self._model) if collecting else None)
             begin(self._blocks.values())
+            self._agree_on_natural()
             spoilt = self._meet() if collecting else ()
             scale = scaled if isinstance(scaled, Tensor) else None
             commit(self._blocks.values(), self._group, scale, self._gate, self._world.size, spoilt)
@@ -306,6 +336,23 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         self._discard()
         self._plan()
         return loss
+
+    def _make_buffers(self) -> None:
+        """torch.distributed.checkpoint asks for a step without gradients, to have buffers to load into: no step is counted."""
+        self._update()
+        for buffers in self.state.values():
+            for name, value in buffers.items():
+                buffers[name] = torch.zeros_like(value) if isinstance(value, Tensor) else type(value)(0)
+
+    def _agree_on_natural(self) -> None:
+        """A process that called a layer makes everybody's averaged gradient of it a natural one."""
+        if self._world.alone or not self._settings.backward or not self._blocks:
+            return
+        flags = [float(block.arrived_natural) for block in self._blocks.values()]
+        device = self.param_groups[0]["params"][0].device
+        rows = self._world.gathered(flags, device, "which gradients are natural")
+        for block, column in zip(self._blocks.values(), zip(*rows, strict=True), strict=True):
+            block.natural = block.natural or any(column)
 
     def _meet(self) -> Sequence[str]:
         """Add up the statistics of all processes, and say what nobody saw; names of what is not finite somewhere."""

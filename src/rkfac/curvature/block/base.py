@@ -132,6 +132,11 @@ class Block(ABC):
         self._make()
         self.discard()
 
+    def conform(self) -> None:
+        """Begin anew where a bias was frozen or unfrozen: the curvature has another shape now."""
+        if self._has_bias() != self.bias:
+            self.reset()
+
     @abstractmethod
     def _make(self) -> None:
         """Factors that know nothing yet, for the parameters that are trained now."""
@@ -174,8 +179,7 @@ class Block(ABC):
         if g.numel() == 0:
             return  # an expert no token was sent to
         with self.timed("statistics"), torch.no_grad():
-            if self._has_bias() != self.bias:
-                self.reset()  # a bias was frozen or unfrozen: the curvature has another shape now
+            self.conform()
             self.pending.count(use, one_pass, terms, self.collect(use, x, g), g.numel() // self.width(use))
 
     @abstractmethod
