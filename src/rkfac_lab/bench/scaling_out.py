@@ -203,9 +203,12 @@ class _Measured:
         return statistics.median(own[phase] for own, _ in self._all(name, size, kind))
 
     def _sent(self, name: str, size: int) -> dict[str, dict[str, int]]:
-        """Bytes that the first process handed over, by kind of step."""
+        """Bytes that the first process handed over, by kind of step.
+
+        The median: the first step after a lever was moved may still send what was planned before.
+        """
         return {
-            kind: {what: max(sent[what] for _, sent in self._all(name, size, kind)) for what in SENT}
+            kind: {what: statistics.median_low(sent[what] for _, sent in self._all(name, size, kind)) for what in SENT}
             for kind in self._kinds(name)
         }
 
