@@ -216,8 +216,7 @@ def tuning(tuned: Tuned) -> Figure:
     axes.set_xscale("log")
     _plain_ticks(axes.xaxis, np.array([1.0, 1e3]))
     axes.set_xlabel("learning rate")
-    epochs = f"{tuned.epochs} epoch{'s' * (tuned.epochs != 1)}"
-    axes.set_ylabel(f"{_axis_name(tuned.metric)} after {epochs}")
+    axes.set_ylabel(f"{_axis_name(tuned.metric)} {tuned.judged()}")
     figure.suptitle(plotted(f"{tuned.workload}: learning rates"), fontsize=12, color=INK)
     _tuning_legend(figure, contenders)
     return figure

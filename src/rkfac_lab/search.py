@@ -118,6 +118,11 @@ class Tuned:
             high += 1
         return Region(sweep[low].lr, sweep[high].lr, open=low == 0 or high == len(sweep) - 1)
 
+    def judged(self) -> str:
+        """When a result was taken: after the budget, or within it."""
+        when = "within" if self.metric.startswith("steps_to_") else "after"
+        return f"{when} {self.epochs} epoch{'s' * (self.epochs != 1)}"
+
     def margin_text(self) -> str:
         """How near a result must be to the best to be good."""
         kind = f"{100 * POINT:g} point" if self.metric.endswith("accuracy") else f"{100 * SHARE:g} %"

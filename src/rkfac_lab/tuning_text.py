@@ -36,8 +36,7 @@ def notes(tuned: Tuned) -> list[str]:
 
 
 def _trials(tuned: Tuned) -> RichTable:
-    epochs = f"{tuned.epochs} epoch{'s' * (tuned.epochs != 1)}"
-    title = f"{tuned.workload}: {metric_name(tuned.metric)} after {epochs} (* chosen)"
+    title = f"{tuned.workload}: {metric_name(tuned.metric)} {tuned.judged()} (* chosen)"
     table = _table(title, ("optimizer", "lr", "weight decay", "result"))
     for name in tuned.contenders():
         best = tuned.best(name)
