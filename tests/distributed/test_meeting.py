@@ -126,7 +126,11 @@ def test_a_process_that_is_killed_stops_the_others_with_an_error_and_moves_nothi
         assert good, said
         assert time.monotonic() - began < 35
         assert "could not exchange" in said
-        assert {"agreement": "how much", "statistics": "statistics of '0'", "refresh": "decompositions"}[when] in said
+        assert {
+            "agreement": "a look at their parameters",
+            "statistics": "statistics of '0'",
+            "refresh": "decompositions",
+        }[when] in said
         crew.processes[1].join(5)
         assert crew.processes[1].exitcode == -9
     finally:

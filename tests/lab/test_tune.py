@@ -305,11 +305,11 @@ def trained(monkeypatch):
     names, interrupting = [], set()
     real = jobs.train._train
 
-    def counting(config, target, progress):
+    def counting(config, target, *others):
         if target.path.name in interrupting:
             raise KeyboardInterrupt
         names.append(target.path.name)
-        real(config, target, progress)
+        real(config, target, *others)
 
     monkeypatch.setattr(jobs.train, "_train", counting)
     return names, interrupting

@@ -96,7 +96,7 @@ def test_a_failed_decomposition_waits_for_the_next_statistics() -> None:
     interval = block.pace.interval
     refused = rkfac.linalg.DecompositionError("not today")
 
-    def fail(group: Any) -> None:
+    def fail(*_: Any) -> None:
         raise refused
 
     block.decompose = fail  # type: ignore[method-assign]

@@ -143,6 +143,15 @@ def check_patterns(name: str, value: Any) -> tuple[str, ...]:
     return patterns
 
 
+def check_processes(name: str, value: Any) -> None:
+    """A process group, None or False."""
+    group = getattr(torch.distributed, "ProcessGroup", None)
+    if value is not None and value is not False and (group is None or not isinstance(value, group)):
+        raise ValueError(
+            f"{name} must be a torch.distributed process group, None (all processes) or False, got {value!r}"
+        )
+
+
 def check_scaler(name: str, value: Any) -> None:
     """Refuse what cannot be a gradient scaler."""
     if value is not None and not compat.is_scaler(value):

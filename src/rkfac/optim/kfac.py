@@ -19,6 +19,7 @@ from rkfac.optim.arguments import (
     check_flag,
     check_patterns,
     check_power,
+    check_processes,
     check_scaler,
     check_stale,
     randomness_from,
@@ -195,6 +196,7 @@ class KFAC(CurvatureOptimizer):
         check_flag("eager_start", eager_start)
         check_flag("stagger", stagger)
         check_scaler("grad_scaler", grad_scaler)
+        check_processes("process_group", process_group)
         check_stale(stale, stagger, type(self).__name__, self.block_types.values())
         meaning = meaning_of(likelihood)
         if decomposition is not None and not isinstance(decomposition, Decomposition):

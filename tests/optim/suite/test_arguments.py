@@ -58,6 +58,8 @@ BAD: dict[str, list[Any]] = {
     "decomposition": ["rsvd", rkfac.RSVD, 3],
     "adaptive_damping": [True, "lm", rkfac.LevenbergMarquardt],
     "grad_scaler": [True, 1024.0, "scaler"],
+    "process_group": ["gloo", 0, True],
+    "memory": ["shared", None, True],
     "max_failures": [0, 2.5, True, None],
     "maximize": [1, None, "yes"],
     "generator": [3, "x"],
