@@ -100,3 +100,14 @@ def test_the_folded_format_is_the_one_of_saved_states() -> None:
     assert symmetric.folded(flat(odd), 3).tolist() == [[1, 2, 3], [6, 4, 5]]
     even = torch.tensor([[1.0, 2.0], [0.0, 3.0]])
     assert symmetric.folded(flat(even), 2).tolist() == [[3, 1, 2]]
+
+
+@each_size
+@each_batch
+def test_packed_entries_are_those_on_and_above_the_diagonal_once_each(d: int, batch: tuple[int, ...]) -> None:
+    X = torch.randn(*batch, d, d, dtype=torch.float64)
+    packed = symmetric.packed(flat(X), d)
+    assert tuple(packed.shape) == (*batch, symmetric.packed_elements(d))
+    i, j = torch.triu_indices(d, d)
+    assert torch.equal(packed.sort(-1)[0], X[..., i, j].sort(-1)[0])
+    assert torch.equal(symmetric.mirrored(symmetric.unpacked(packed, d), d), made_of(X))

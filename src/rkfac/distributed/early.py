@@ -19,6 +19,7 @@ from rkfac import compat
 from rkfac.curvature.block import Block
 from rkfac.curvature.statistics import Statistics
 from rkfac.distributed.world import World
+from rkfac.linalg import peak
 
 BUCKET = 1 << 20  # bytes: small enough to leave early
 ROOM = 2.0**60  # how far sums may be from their units
@@ -48,6 +49,7 @@ class Early:
         self._next = 0
         self._units: dict[str, list[int]] = {}
         self._totals: dict[int, list[Tensor]] = {}
+        self._peaks: dict[int, list[float]] = {}
         self._finished = True
 
     # --- before and during the backward pass
@@ -62,20 +64,18 @@ class Early:
         if self._world.alone:
             return
         some: list[Block] = []
+        room = BUCKET
         for block in reversed(list(blocks)):  # as gradients come
             if block.wanted and block.name in self._units and block.name not in owned and not block.beside():
                 some.append(block)
-                if self._bytes(some) >= BUCKET:
+                room -= sum(factor.sum_shape.numel() * factor.dtype.itemsize for factor, _ in block.summands())
+                if room <= 0:
                     self._add(some)
-                    some = []
+                    some, room = [], BUCKET
         if some:
             self._add(some)
         if self._buckets and self._group is None:
             self._group = self._channel()
-
-    def _bytes(self, blocks: Sequence[Block]) -> int:
-        pairs = [pair for block in blocks for pair in block.summands()]
-        return sum(factor.sum_shape.numel() * factor.dtype.itemsize for factor, _ in pairs)
 
     def _add(self, blocks: list[Block]) -> None:
         dtypes = {factor.dtype for block in blocks for factor, _ in block.summands()}
@@ -104,7 +104,7 @@ class Early:
             fits = [factor.sum_shape for factor, _ in pairs] == shapes
             bucket.sent[id(block)] = (block.pending, block.pending.calls) if fits else None
             if fits:
-                sums += [factor.early(moment, unit) for (factor, moment), unit in zip(pairs, units, strict=True)]
+                sums += [factor.summed(moment, unit) for (factor, moment), unit in zip(pairs, units, strict=True)]
             else:  # what was promised has the shapes that were planned
                 sums += [torch.zeros(shape, dtype=pairs[0][0].dtype, device=pairs[0][0].device) for shape in shapes]
         bucket.flat = torch.cat([t.reshape(-1) for t in sums])
@@ -143,6 +143,11 @@ class Early:
             parts = iter(bucket.flat.split(counts))
             for block, shapes in zip(bucket.blocks, bucket.sizes, strict=True):
                 self._totals[id(block)] = [next(parts).view(shape) for shape in shapes]
+        totals = [total for found in self._totals.values() for total in found]
+        peaks = iter(
+            torch.stack([peak(total).double() for total in totals]).tolist() if totals else []
+        )  # one read for all
+        self._peaks = {block: [next(peaks) for _ in found] for block, found in self._totals.items()}
 
     def holds(self, block: Block) -> bool:
         """Whether what was sent of a layer is what this process has seen of it: nothing came later, nothing was dropped."""
@@ -157,12 +162,10 @@ class Early:
 
         `alive`: which of them are known not to be zero, whatever their units make of them.
         """
-        found = self._totals[id(block)]
-        for total, living in zip(found, alive, strict=True):
-            peak = float(total.abs().max()) if total.numel() else 0.0
-            if not (1 / ROOM < peak < ROOM) and (living or peak != 0):
+        for largest, living in zip(self._peaks[id(block)], alive, strict=True):
+            if not (1 / ROOM < largest < ROOM) and (living or largest != 0):
                 return None
-        return found
+        return self._totals[id(block)]
 
     def units(self, block: Block) -> list[int]:
         """Exponents of what was sent."""

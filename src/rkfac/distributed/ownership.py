@@ -69,6 +69,6 @@ class Ownership:
         if not exists:
             factor.borrow((None, level))
             return
-        buffer = value if mine else torch.empty(factor.sum_shape, dtype=factor.dtype, device=factor.device)
+        buffer = value if mine else torch.empty(factor.saved_shape, dtype=factor.dtype, device=factor.device)
         assert buffer is not None
         factor.borrow((self.world.lent(buffer, owner, what), level))

@@ -86,6 +86,35 @@ def mirrored(flat: Tensor, d: int) -> Tensor:
     return matrix
 
 
+def packed(flat: Tensor, d: int) -> Tensor:
+    """The d (d + 1) / 2 entries on and above the diagonal, (..., d (d + 1) / 2), in one pass: what is sent to others."""
+    parts = []
+    for strip in strips_of(flat, d):
+        rows = strip.shape[-2]
+        i, j = torch.triu_indices(rows, rows, device=flat.device)
+        parts += [strip[..., i, j], strip[..., rows:].flatten(-2)]
+    return torch.cat(parts, -1)
+
+
+def unpacked(entries: Tensor, d: int) -> Tensor:
+    """The flat strips from the entries on and above the diagonal."""
+    flat = entries.new_zeros(*entries.shape[:-1], strip_elements(d))
+    at = 0
+    for strip in strips_of(flat, d):
+        rows, columns = strip.shape[-2:]
+        i, j = torch.triu_indices(rows, rows, device=flat.device)
+        corner, right = len(i), rows * (columns - rows)
+        strip[..., i, j] = entries[..., at : at + corner]
+        strip[..., rows:] = entries[..., at + corner : at + corner + right].unflatten(-1, (rows, columns - rows))
+        at += corner + right
+    return flat
+
+
+def packed_elements(d: int) -> int:
+    """How many they are."""
+    return d * (d + 1) // 2
+
+
 def folded(flat: Tensor, d: int) -> Tensor:
     """The upper triangle in a rectangle of d (d + 1) / 2 entries: what the upper rows leave free takes the lower ones.
 

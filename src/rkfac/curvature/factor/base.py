@@ -123,26 +123,27 @@ class Factor(ABC, Generic[Low]):
     # --- with others
 
     def summed(self, moment: Moment, exponent: int) -> Tensor:
-        """A settled moment as one tensor that adds up over processes, in units of 4^exponent; zeros for an empty one."""
-        value = self._zero()
-        if moment.exponent is not None:
-            moment.blend_into(self._strips(value), 0.0, 1.0, 2 * exponent)
-        return self._saved(value)
-
-    def early(self, moment: Moment, exponent: int) -> Tensor:
-        """The same before the moment is settled."""
+        """A moment, settled or not, as one tensor that adds up over processes, in units of 4^exponent; zeros if it is empty."""
         value = self._zero()
         moment.add_to(self._strips(value), exponent)
-        return self._saved(value)
+        return self._sent(value)
 
     @property
     def sum_shape(self) -> torch.Size:
-        """Of both."""
+        """Of that."""
         return torch.Size(self.shape)
 
     def pooled(self, moment: Moment, total: Tensor, exponent: int) -> None:
         """Let a moment stand for the sum over all processes."""
-        moment.pooled(self._strips(self._unsaved(total)), exponent)
+        moment.pooled(self._strips(self._received(total)), exponent)
+
+    def _sent(self, value: Tensor) -> Tensor:
+        """A value as other processes get it: nothing twice, and no more passes over it than one."""
+        return value
+
+    def _received(self, entries: Tensor) -> Tensor:
+        """And back."""
+        return entries
 
     @property
     def here(self) -> bool:
@@ -158,6 +159,11 @@ class Factor(ABC, Generic[Low]):
     def lend(self) -> tuple[Tensor | None, float]:
         """The average as it is saved, for a process that does not keep it."""
         return None if self._value is None else self._saved(self._value), self._level
+
+    @property
+    def saved_shape(self) -> torch.Size:
+        """Of what is lent, and saved."""
+        return torch.Size(self.shape)
 
     def borrow(self, lent: tuple[Tensor | None, float] | None) -> None:
         """What `state_dict` saves in the place of what is not here."""
@@ -289,11 +295,7 @@ class Factor(ABC, Generic[Low]):
         """And back, onto this factor's device."""
 
     def _saved(self, value: Tensor) -> Tensor:
-        """The average as it is saved and sent."""
-        return value
-
-    def _unsaved(self, value: Tensor) -> Tensor:
-        """And back."""
+        """The average as it is saved."""
         return value
 
     def _loaded(self, saved: Any) -> Tensor:

@@ -13,7 +13,17 @@ from rkfac.curvature.decompose import Request
 from rkfac.curvature.factor.base import Refreshed, restored
 from rkfac.curvature.factor.lowrank import LowRankFactor
 from rkfac.linalg import DecompositionError, Intact, LowRank
-from rkfac.linalg.symmetric import folded, folded_shape, mirrored, strip_elements, strips_of, unfolded
+from rkfac.linalg.symmetric import (
+    folded,
+    folded_shape,
+    mirrored,
+    packed,
+    packed_elements,
+    strip_elements,
+    strips_of,
+    unfolded,
+    unpacked,
+)
 
 SMALL_DAMPING = 5e-4  # in units of the largest eigenvalue: below it a refresh works and keeps its basis in float64
 NOISE = 1e-2  # by which rounding may change what the smallest modes are multiplied by
@@ -117,12 +127,20 @@ class DenseFactor(LowRankFactor):
         return folded(value, self.shape[-1])
 
     @property
-    def sum_shape(self) -> torch.Size:
+    def saved_shape(self) -> torch.Size:
         """The folded upper half."""
         return torch.Size((*self.shape[:-1], *folded_shape(self.shape[-1])))
 
-    def _unsaved(self, value: Tensor) -> Tensor:
-        return unfolded(value, self.shape[-1])
-
     def _loaded(self, saved: Any) -> Tensor:
-        return self._unsaved(restored(saved, tuple(self.sum_shape), self._like, self._like.dtype))
+        return unfolded(restored(saved, tuple(self.saved_shape), self._like, self._like.dtype), self.shape[-1])
+
+    @property
+    def sum_shape(self) -> torch.Size:
+        """The entries on and above the diagonal."""
+        return torch.Size((*self.shape[:-1], packed_elements(self.shape[-1])))
+
+    def _sent(self, value: Tensor) -> Tensor:
+        return packed(value, self.shape[-1])
+
+    def _received(self, entries: Tensor) -> Tensor:
+        return unpacked(entries, self.shape[-1])
