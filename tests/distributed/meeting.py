@@ -191,7 +191,7 @@ def died(when: str) -> str:
     """One process is killed while something is exchanged; what the other one says."""
     model, rank = build("mlp"), distributed.get_rank()
     optimizer = made("RSKFAC", model)
-    world = optimizer._world
+    world = optimizer._company.world
     if rank == 1:
         name = {"statistics": "summed", "refresh": "spread", "agreement": "gathered"}[when]
 
@@ -232,7 +232,7 @@ def counted(d: int, rank_kept: int) -> dict[str, int]:
     x, y = torch.randn(8, d - 1), torch.randint(4, (8,))
     F.cross_entropy(model(x), y).backward()
     optimizer.step()
-    return dict(optimizer._world.sent)
+    return dict(optimizer._company.world.sent)
 
 
 def later() -> tuple[str, bool, str]:
@@ -244,7 +244,7 @@ def later() -> tuple[str, bool, str]:
         optimizer = made("RSKFAC", model)
     finally:
         distributed.is_initialized = real
-    alone = str(optimizer._world.size)
+    alone = str(optimizer._company.world.size)
     net = DistributedDataParallel(model)
     data, cuts = batches("mlp", 4, 12), even(12, distributed.get_world_size())
     for _ in steps_of(net, optimizer, data, cuts):
@@ -254,7 +254,7 @@ def later() -> tuple[str, bool, str]:
         gone = said_by(optimizer.step)
     finally:
         distributed.is_initialized = real
-    return alone, same_everywhere(flat(model)) and not optimizer._world.alone, gone
+    return alone, same_everywhere(flat(model)) and not optimizer._company.world.alone, gone
 
 
 def sharded(when: str) -> tuple[str, str]:
@@ -321,7 +321,7 @@ def early(how: str) -> tuple[bool, int, int, float]:
     from rkfac.distributed.early import Early
 
     believed, again = [], []
-    real, summed = Early.totals, type(made("RSKFAC", build("mlp"))._world).summed
+    real, summed = Early.totals, type(made("RSKFAC", build("mlp"))._company.world).summed
 
     def totals(self: Any, block: Any, alive: Any) -> Any:
         found = real(self, block, alive)
@@ -336,7 +336,7 @@ def early(how: str) -> tuple[bool, int, int, float]:
     nets = build("mlp"), build("mlp")
     wrapped = DistributedDataParallel(nets[1])
     optimizers = made("RSKFAC", nets[0], process_group=False), made("RSKFAC", wrapped)
-    world = type(optimizers[1]._world)
+    world = type(optimizers[1]._company.world)
     Early.totals, world.summed = totals, counting
     try:
         for i, batch in enumerate(batches("mlp", 12, 12)):
@@ -374,7 +374,7 @@ def died_early() -> tuple[str, float]:
         F.cross_entropy(model(x), y).backward()
         said = said_by(optimizer.step)
     assert torch.equal(flat(model), before), "a parameter moved"
-    timeout = optimizer._early._group._get_backend(torch.device("cpu")).options._timeout
+    timeout = optimizer._company.early._group._get_backend(torch.device("cpu")).options._timeout
     return f"{said} | {timeout.total_seconds():g}", time.monotonic() - began
 
 
@@ -422,7 +422,7 @@ def with_a_group_of_one() -> bool:
     optimizer = made("RSKFAC", net)
     for _ in steps_of(net, optimizer, batches("mlp", 8, 12), even(12, distributed.get_world_size())):
         pass
-    return same_everywhere(flat(model)) and optimizer._early._group is not None
+    return same_everywhere(flat(model)) and optimizer._company.early._group is not None
 
 
 def shrinking() -> float:

@@ -28,6 +28,20 @@ def agree(world: World, parameters: Mapping[str, nn.Parameter], settings: Mappin
         )
 
 
+def look_at_weights(world: World, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Refuse replicas with other weights: their steps would be alike, and they would stay apart."""
+    sums = [p.detach().double().sum().item() for p in parameters.values()]
+    rows = world.gathered(sums, next(iter(parameters.values())).device, "a look at their parameters")
+    columns = zip(parameters, zip(*rows, strict=True), strict=True)
+    differing = [name for name, column in columns if len(set(map(str, column))) > 1]  # NaN is NaN
+    if differing:
+        names = ", ".join(map(repr, differing[:3])) + (f" and {len(differing) - 3} more" if len(differing) > 3 else "")
+        raise ValueError(
+            f"{names} have other values in other processes: give all the same weights, as DistributedDataParallel does, "
+            "before the first step"
+        )
+
+
 def _listed(lines: Any) -> str:
     """How many, and what they are in a few letters."""
     lines = list(lines)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -21,7 +20,7 @@ from rkfac.curvature.following import RowHook
 from rkfac.curvature.hooks import full_precision
 from rkfac.curvature.natural import NaturalHook, silence_others
 from rkfac.curvature.sampled import SampledCapture
-from rkfac.distributed import ALONE, Early, Ownership, Pooled, World, agree, pool, refresh, world_of
+from rkfac.distributed import Company, World
 from rkfac.layers import Adapter, KroneckerAdapter, TiedAdapter, Uncovered, UnitAdapter, Use
 from rkfac.optim import memory as saved_states
 from rkfac.optim import portable
@@ -90,10 +89,8 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         self._step = 0
         self._closed = False
         self._paused = False
-        self._world, self._memory, self._met = ALONE, memory, False
-        self._ownership, self._early = Ownership(ALONE, False), Early(ALONE)
+        self._company = Company(model, process_group, memory)
         self._capture: Capture | None = None
-        self._given, self._process_group = weakref.ref(model), process_group
         self._model = unwrapped(model)
         choice.check(self._model)
         super().__init__(list(model.parameters()) if params is None else params, defaults)
@@ -133,20 +130,14 @@ class CurvatureOptimizer(torch.optim.Optimizer):
 
     def _join(self) -> None:
         """Train together with whoever else is there, from the moment on that they appear."""
-        given = self._given()  # it may be gone, and modules may define their own len() and truth
-        found = world_of(self._model if given is None else given, self._process_group)
-        if found.meeting is self._world.meeting:
+        found = self._company.newcomers(self._model)
+        if found is None:
             return
-        if not self._world.alone:
-            raise RuntimeError(
-                f"the process group of {self._world.size} processes is gone, or another one has come: build a new optimizer"
-            )
         self._refuse_alone(found)
-        agree(found, dict(self._model.named_parameters()), self._described())
-        self._world, self._settings.randomness.rank = found, found.rank
-        self._ownership, self._early = Ownership(found, self._memory == "owned"), Early(found)
+        self._company.join(found, dict(self._model.named_parameters()), self._described())
+        self._settings.randomness.rank = found.rank
         assert self._capture is not None
-        self._capture.when_counted = self._early.arrived
+        self._capture.when_counted = self._company.early.arrived
         self._set_apart(self._blocks.values())
 
     def _described(self) -> dict[str, Any]:
@@ -154,7 +145,6 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
         return {
             **self._fingerprint,
-            "memory": self._memory,
             "eager_start": self._settings.eager_start,
             "warm_start": self._settings.warm_start,
             "randomness": self._settings.randomness.state_dict() if self._settings.randomness.seeded else "",
@@ -165,21 +155,6 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             "layers it covers": [(name, block.kind, block.ownable) for name, block in self._blocks.items()],
             "its steps": self._step,
         }
-
-    def _refuse_strangers(self) -> None:
-        """Once, when the first step comes: wrappers may have made replicas equal after the optimizer was built."""
-        if self._met or self._world.alone:
-            return
-        self._met = True
-        sums = [p.detach().double().sum().item() for p in self._all_parameters()]
-        rows = self._world.gathered(sums, self.param_groups[0]["params"][0].device, "a look at their parameters")
-        differing = [i for i, column in enumerate(zip(*rows, strict=True)) if len(set(map(str, column))) > 1]
-        if differing:
-            names = [self._names.get(id(self._all_parameters()[i]), "?") for i in differing]
-            raise ValueError(
-                f"{listed(names)} have other values in other processes: give all the same weights, as "
-                "DistributedDataParallel does, before the first step"
-            )
 
     def _refuse_alone(self, found: World) -> None:
         """Members and settings that know of one process alone, by name."""
@@ -197,7 +172,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
     def _set_apart(self, blocks: Iterable[Block]) -> None:
         """Tell blocks whether a gradient is the sum of what this process sees."""
         for block in blocks:
-            block.alone = self._world.alone
+            block.alone = self._company.alone
 
     def _make_block(self, uses: Sequence[Use], adapter: Adapter) -> Block | Uncovered:
         """The block that serves a weight, or why none does."""
@@ -238,7 +213,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         # Who collects only for its refresh has turns in that as well; the others' are asked for when they refresh.
         turn = self._turns() if any(block.period == "inverse_every" for block in self._blocks.values()) else {}
         for block in self._blocks.values():
-            if not self._world.alone:
+            if not self._company.alone:
                 block.conform()
             first = block.weight.requires_grad and not block.observed
             # Frozen layers too: they may be thawed before the forward, and cost nothing while they are not.
@@ -254,9 +229,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             if not self._closed:
                 self._capture.follow(block)
         self._activate()
-        if not self._world.alone:
-            self._early.finish()
-            self._early.plan(self._blocks.values(), self._ownership.owned())
+        self._company.plan(self._blocks.values())
 
     def _regroup(self) -> None:
         self._group_of = {id(p): group for group in self.param_groups for p in group["params"]}
@@ -299,7 +272,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         if compat.called_by_distributed_checkpoint():
             return self._make_buffers()
         self._check_settings(closure)
-        self._refuse_strangers()
+        self._company.meet(self._model)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -309,7 +282,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         self._capture.check()
         scaled = loss_scale(self, self._all_parameters(), self._grad_scaler, self._settings.sampled)
         if scaled is None:
-            self._early.finish()  # by everybody: what was sent by one must be by all
+            self._company.skip()
             self._capture.forget()
             self._discard()
             return loss
@@ -317,10 +290,11 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             collecting = self._capture.active
             retire(self._blocks.values(), self._capture, owners_of(self._model) if collecting else None)
             begin(self._blocks.values())
-            self._agree_on_natural()
+            if self._settings.backward:
+                self._company.agree_on_natural(self._blocks.values())
             spoilt = self._meet() if collecting else ()
             scale = scaled if isinstance(scaled, Tensor) else None
-            commit(self._blocks.values(), self._group, scale, self._gate, self._world.size, spoilt)
+            commit(self._blocks.values(), self._group, scale, self._gate, self._company.world.size, spoilt)
             self._refresh()
             watch = self._watched()
             if self._settings.backward:
@@ -344,22 +318,11 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             for name, value in buffers.items():
                 buffers[name] = torch.zeros_like(value) if isinstance(value, Tensor) else type(value)(0)
 
-    def _agree_on_natural(self) -> None:
-        """A process that called a layer makes everybody's averaged gradient of it a natural one."""
-        if self._world.alone or not self._settings.backward or not self._blocks:
-            return
-        flags = [float(block.arrived_natural) for block in self._blocks.values()]
-        device = self.param_groups[0]["params"][0].device
-        rows = self._world.gathered(flags, device, "which gradients are natural")
-        for block, column in zip(self._blocks.values(), zip(*rows, strict=True), strict=True):
-            block.natural = block.natural or any(column)
-
     def _meet(self) -> Sequence[str]:
         """Add up the statistics of all processes, and say what nobody saw; names of what is not finite somewhere."""
         assert self._capture is not None
-        unseen, pooled = self._capture.unseen, Pooled()
-        if not self._world.alone and self._blocks:
-            pooled = pool(self._blocks.values(), self._ownership, self._early, lambda block: not unseen(block))
+        unseen = self._capture.unseen
+        pooled = self._company.pool(self._blocks.values(), lambda block: not unseen(block))
         notice_unseen(self._blocks.values(), lambda b: not unseen(b) or b.name in pooled.seen, self._group)
         return pooled.spoilt
 
@@ -392,7 +355,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             due = block.pace.news if block.pace else due
             if block.observed and not block.retired and block.weight.requires_grad and block.asks(due):
                 asking.append((block, self._group(block)))
-        refresh(asking, self._ownership)
+        self._company.refresh(asking)
 
     @property
     def _rule(self) -> Rule:
@@ -427,7 +390,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         predicted = watch.predicted(sign)
         with self._pause(), torch.enable_grad():
             after = closure()
-        change = self._world.mean(float(after - loss), "how the loss has changed")
+        change = self._company.world.mean(float(after - loss), "how the loss has changed")
         for group in self.param_groups:
             group["damping"] = self._adaptive.adapted(group["damping"], sign * change, predicted)
 
@@ -449,7 +412,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
 
         With memory="owned" all processes must ask for it, for each has a part of it alone.
         """
-        with self._ownership.whole(self._blocks.values()):
+        with self._company.whole(self._blocks.values()):
             return self._state()
 
     def _state(self) -> dict[str, Any]:

@@ -31,7 +31,8 @@ class Sharer(Entrant):
         self.waited: Counter[str] = Counter()
         self.bytes: list[tuple[str, dict[str, int]]] = []  # of each step, by what they were for
         super().__init__(name, contestant, problem)
-        self._world: Any = getattr(self.optimizer, "_world", None)
+        company = getattr(self.optimizer, "_company", None)
+        self._world: Any = None if company is None else company.world
         if self._world is not None and not together.alone:
             self._world.exchanging = self._timed(self._world.exchanging)
 
