@@ -328,9 +328,9 @@ def early(how: str) -> tuple[bool, int, int, float]:
         (believed if found is not None else again).append(block.name)
         return found
 
-    def counting(self: Any, tensors: Any, what: str) -> Any:
+    def counting(self: Any, tensors: Any, what: str, to: Any = None) -> Any:
         again.append(what)
-        return summed(self, tensors, what)
+        return summed(self, tensors, what, to)
 
     rank, size = distributed.get_rank(), distributed.get_world_size()
     nets = build("mlp"), build("mlp")

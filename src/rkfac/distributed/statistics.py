@@ -122,7 +122,7 @@ def _add_up(pooled: Sequence[Block], shared: Sequence[_Summand], world: World) -
         block.pooled_beside([next(totals) for _ in block.beside()])
     if not owned:
         return
-    mine = world.delivered([summand.sum for summand in owned], [s.owner or 0 for s in owned], what)
+    mine = world.summed([summand.sum for summand in owned], what, [s.owner or 0 for s in owned])
     for summand, total, trace in zip(owned, mine, next(totals), strict=True):
         if summand.owner == world.rank:
             summand.factor.pooled(summand.moment, total, summand.exponent)

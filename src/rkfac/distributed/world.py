@@ -56,40 +56,35 @@ class World:
         """Over all processes."""
         return number if self.alone else sum(self.told(number, what)) / self.size
 
-    def summed(self, tensors: Sequence[Tensor], what: str) -> list[Tensor]:
-        """Sums over all processes, the same bits for everybody; in buckets, each of which is under way while the next is
-        filled.
-        """
-        found: list[Tensor] = []
-        waiting = []
-        with self.exchanging(what):
-            for some in buckets(tensors):
-                flat = torch.cat([t.reshape(-1) for t in some])
-                waiting.append(distributed.all_reduce(flat, group=self.group, async_op=True))
-                self.sent["statistics"] += flat.nbytes
-                parts = flat.split([t.numel() for t in some])
-                found += [part.view(t.shape) for part, t in zip(parts, some, strict=True)]
-            for work in waiting:
-                work.wait()
-        return found
+    def summed(self, tensors: Sequence[Tensor], what: str, to: Sequence[int] | None = None) -> list[Tensor]:
+        """Sums over all processes, the same bits for everybody; each bucket is under way while the next is filled.
 
-    def delivered(self, tensors: Sequence[Tensor], to: Sequence[int], what: str) -> list[Tensor]:
-        """Sums over all processes, each for one of them: what the others get means nothing."""
+        `to`: for which process each is; what the others get of it means nothing.
+        """
         found: dict[int, Tensor] = {}
         waiting = []
         with self.exchanging(what):
-            for rank in range(self.size):
-                numbers = [i for i, owner in enumerate(to) if owner == rank]
-                at = iter(numbers)
-                for some in buckets([tensors[i] for i in numbers]):
-                    flat = torch.cat([t.reshape(-1) for t in some])
+            for numbers, rank in self._parcels(tensors, to):
+                some = [tensors[number] for number in numbers]
+                flat = torch.cat([t.reshape(-1) for t in some])
+                if rank is None:
+                    waiting.append(distributed.all_reduce(flat, group=self.group, async_op=True))
+                else:
                     waiting.append(distributed.reduce(flat, group=self.group, group_dst=rank, async_op=True))
-                    self.sent["statistics"] += flat.nbytes
-                    for part, t in zip(flat.split([t.numel() for t in some]), some, strict=True):
-                        found[next(at)] = part.view(t.shape)
+                self.sent["statistics"] += flat.nbytes
+                parts = flat.split([t.numel() for t in some])
+                found |= {n: part.view(t.shape) for n, part, t in zip(numbers, parts, some, strict=True)}
             for work in waiting:
                 work.wait()
-        return [found[i] for i in range(len(tensors))]
+        return [found[number] for number in range(len(tensors))]
+
+    def _parcels(self, tensors: Sequence[Tensor], to: Sequence[int] | None) -> Iterator[tuple[list[int], int | None]]:
+        """Numbers of the tensors that travel together, and for whom."""
+        for rank in [None] if to is None else range(self.size):
+            numbers = [n for n in range(len(tensors)) if to is None or to[n] == rank]
+            at = iter(numbers)
+            for some in buckets([tensors[n] for n in numbers]):
+                yield [next(at) for _ in some], rank
 
     def lent(self, tensor: Tensor, owner: int, what: str) -> Tensor:
         """One process's tensor for everybody, in place."""
