@@ -1,227 +1,23 @@
-"""Second moments of the rows that one step tells about, until they enter a running average.
-
-Products are formed in units of a power of two near the largest entry, so that squares of gradients of 1e-20 and of inputs
-of 1e+20 are still numbers; the powers themselves are plain integers once a step has read them.
-"""
+"""Second moments of the rows that one step tells about, until they enter a running average."""
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from rkfac.curvature.collected import Collected
+from rkfac.curvature.summands import Diagonal, Elsewhere, Part, Rows, Seen, Squares, Sum, Total, unit
 from rkfac.linalg import peak
-from rkfac.linalg.symmetric import add_gram, add_strips, gram, strip_elements
+from rkfac.linalg.symmetric import gram, strip_elements
 
-# So that the unit itself is a number in the rows' precision, and its square one in float64.
-LARGEST_EXPONENT = {torch.float32: 120, torch.float64: 480}
-ORDINARY = 24  # binary exponents of rows that can be squared as they are: 2^48 is far from any end of float32
 CHUNK = 1 << 23  # elements of rows that are multiplied by their unit at once: 32 MB in float32
 SMALL = 1 << 17  # elements of rows that are kept though their sum would take less: one product, later
 
 
-def unit(peak: Tensor) -> Tensor:
-    """The power of two that brings a largest entry near one, on its device: nobody waits for it."""
-    bounded = peak.clamp(2.0 ** -LARGEST_EXPONENT[peak.dtype], 2.0 ** LARGEST_EXPONENT[peak.dtype])
-    return torch.frexp(bounded).mantissa / bounded
-
-
-def _exponent(peak: float, dtype: torch.dtype) -> int:
-    """The same as a number: `unit` is 2 to the power of minus this."""
-    largest = LARGEST_EXPONENT[dtype]
-    return math.frexp(min(max(peak, 2.0**-largest), 2.0**largest))[1]
-
-
-class _Part(ABC):
-    """A summand of a moment; what the host has read of it are its largest entry and the unit of its products."""
-
-    exponent = 0  # of about its largest row
-    unit_exponent = 0
-
-    @abstractmethod
-    def readings(self) -> list[Tensor]:
-        """Numbers whose largest magnitude is that of its rows, NaN or Inf if there is one."""
-
-    @abstractmethod
-    def settle(self, largest: float) -> None:
-        """Take what `readings` were."""
-
-    @abstractmethod
-    def blend_into(self, strips: Sequence[Tensor], keep: float, take: float) -> None:
-        """strips <- keep * strips + take * this, in units of 2^unit_exponent."""
-
-    @abstractmethod
-    def add_to(self, strips: Sequence[Tensor], exponent: int) -> None:
-        """strips <- strips + this in units of 4^exponent, before anything was read of it."""
-
-    @abstractmethod
-    def trace(self) -> Tensor:
-        """In true units, in float64."""
-
-
-@dataclass(eq=False)
-class _Rows(_Part):
-    """Rows of one weight, as they are until the step: one fused product updates the average in place."""
-
-    rows: Tensor
-    weight: float
-
-    def readings(self) -> list[Tensor]:
-        return list(torch.aminmax(self.rows))
-
-    def settle(self, largest: float) -> None:
-        self.exponent = _exponent(largest, self.rows.dtype)
-        self.unit_exponent = 0 if abs(self.exponent) <= ORDINARY else self.exponent
-
-    def blend_into(self, strips: Sequence[Tensor], keep: float, take: float) -> None:
-        rows = self.rows if self.unit_exponent == 0 else self.rows * 2.0**-self.unit_exponent
-        add_gram(strips, rows.to(strips[0]), keep, take * self.weight)
-
-    def add_to(self, strips: Sequence[Tensor], exponent: int) -> None:
-        add_gram(strips, (self.rows * 2.0**-exponent).to(strips[0]), 1.0, self.weight)
-
-    def trace(self) -> Tensor:
-        return self.weight * torch.linalg.vector_norm(self.rows, dtype=torch.float64).square()
-
-
-@dataclass(eq=False)
-class _Sum(_Part):
-    """The second moment of all rows so far in strips, that is half of a matrix, in units of their largest entry.
-
-    It cannot go into the average at once: until the step it may still turn out not to be finite, or be dropped.
-    """
-
-    strips: list[Tensor]
-    largest: Tensor
-
-    def add(self, rows: Tensor, weight: float) -> None:
-        """Some more rows, in the larger of the two units."""
-        add_gram(self.strips, rows * self._widened(peak(rows)), 1.0, weight)
-
-    def join(self, strips: Sequence[Tensor], largest: Tensor) -> None:
-        """Another sum, cut alike, in units of its own largest entry."""
-        factor = (self._widened(largest) / unit(largest)).square()
-        for own, other in zip(self.strips, strips, strict=True):
-            own.addcmul_(other, factor)
-
-    def _widened(self, largest: Tensor) -> Tensor:
-        """Go over to the unit for a new largest entry."""
-        before, self.largest = unit(self.largest), torch.maximum(self.largest, largest)
-        now = unit(self.largest)
-        for strip in self.strips:
-            strip.mul_((now / before).square())
-        return now
-
-    def readings(self) -> list[Tensor]:
-        # Finite rows in units of their largest have finite sums; what is not finite all the same shows here.
-        return [self.largest + 0 * torch.stack([strip.sum() for strip in self.strips]).sum()]
-
-    def settle(self, largest: float) -> None:
-        self.exponent = self.unit_exponent = _exponent(largest, self.largest.dtype)
-
-    def blend_into(self, strips: Sequence[Tensor], keep: float, take: float) -> None:
-        add_strips(strips, self.strips, keep, take)
-
-    def add_to(self, strips: Sequence[Tensor], exponent: int) -> None:
-        factor = (unit(self.largest) * 2.0**exponent).square().reciprocal()
-        add_strips(strips, [strip * factor for strip in self.strips], 1.0, 1.0)
-
-    def trace(self) -> Tensor:
-        diagonals = [strip.diagonal(dim1=-2, dim2=-1).double().sum() for strip in self.strips]
-        return torch.stack(diagonals).sum() / unit(self.largest).double().square()
-
-
-@dataclass(eq=False)
-class _Diagonal(_Part):
-    """A diagonal that is only added up; counts need no units."""
-
-    values: Tensor
-
-    def readings(self) -> list[Tensor]:
-        return list(torch.aminmax(self.values))
-
-    def settle(self, largest: float) -> None:
-        pass
-
-    def blend_into(self, strips: Sequence[Tensor], keep: float, take: float) -> None:
-        (value,) = strips
-        value.mul_(keep).add_(self.values.to(value), alpha=take)
-
-    def add_to(self, strips: Sequence[Tensor], exponent: int) -> None:
-        (value,) = strips
-        value.add_((self.values * 4.0**-exponent).to(value))
-
-    def trace(self) -> Tensor:
-        return self.values.double().sum()
-
-
-@dataclass(eq=False)
-class _Squares(_Diagonal):
-    """A diagonal of squares, in float64: their units go along."""
-
-    def settle(self, largest: float) -> None:
-        self.exponent = self.unit_exponent = _exponent(math.sqrt(largest), self.values.dtype)
-
-    def blend_into(self, strips: Sequence[Tensor], keep: float, take: float) -> None:
-        (value,) = strips
-        value.mul_(keep).add_((self.values * 4.0**-self.unit_exponent).to(value), alpha=take)
-
-
-@dataclass(eq=False)
-class _Total(_Part):
-    """What several processes have added up, laid out as the factor that it is for, in units of 4^known."""
-
-    strips: list[Tensor]
-    known: int
-
-    def readings(self) -> list[Tensor]:
-        return [torch.stack([peak(strip) for strip in self.strips]).max()]
-
-    def settle(self, largest: float) -> None:
-        self.exponent = self.unit_exponent = self.known
-
-    def blend_into(self, strips: Sequence[Tensor], keep: float, take: float) -> None:
-        for strip, own in zip(strips, self.strips, strict=True):
-            strip.mul_(keep).add_(own.to(strip), alpha=take)
-
-    def add_to(self, strips: Sequence[Tensor], exponent: int) -> None:
-        raise RuntimeError("it was added up already")
-
-    def trace(self) -> Tensor:
-        square = self.strips[0].ndim > 1
-        diagonals = [strip.diagonal(dim1=-2, dim2=-1) if square else strip for strip in self.strips]
-        return torch.stack([d.double().sum() for d in diagonals]).sum() * 4.0**self.known
-
-
-@dataclass(eq=False)
-class _Elsewhere(_Part):
-    """What another process has of it; here its trace is known, in units of 4^known."""
-
-    known_trace: Tensor
-    known: int
-
-    def readings(self) -> list[Tensor]:
-        return [self.known_trace]
-
-    def settle(self, largest: float) -> None:
-        self.exponent = self.unit_exponent = self.known
-
-    def blend_into(self, strips: Sequence[Tensor], keep: float, take: float) -> None:
-        raise RuntimeError("another process keeps this average")
-
-    def add_to(self, strips: Sequence[Tensor], exponent: int) -> None:
-        raise RuntimeError("it was added up already")
-
-    def trace(self) -> Tensor:
-        return self.known_trace * 4.0**self.known
-
-
-class Moment(Collected[_Part]):
+class Moment(Collected[Part]):
     """sum w r r^T over the rows seen since the last step; moments add up, `add` takes more rows of one weight w.
 
     Rows are kept while they take no more memory than their sum (or little of it), and summed up from then on.
@@ -231,10 +27,10 @@ class Moment(Collected[_Part]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._kept: list[_Rows] = []
-        self._sum: _Sum | None = None
-        self._finished: _Sum | None = None  # cut otherwise than sums of rows
-        self._total: _Total | _Elsewhere | None = None  # in the place of all that was seen here
+        self._kept: list[Rows] = []
+        self._sum: Sum | None = None
+        self._finished: Sum | None = None  # cut otherwise than sums of rows
+        self._total: Total | Elsewhere | None = None  # in the place of all that was seen here
         self._elements = 0
         self._dead = False
 
@@ -247,10 +43,10 @@ class Moment(Collected[_Part]):
         self._elements += rows.numel()
         if self._sum is None and self._keeps(rows):
             owned = source is not None and not _share_memory(rows, source)
-            self._kept.append(_Rows(rows if owned else rows.clone(), weight))
+            self._kept.append(Rows(rows if owned else rows.clone(), weight))
             return
         kept, self._kept = self._kept, []
-        for part in [*kept, _Rows(rows, weight)]:
+        for part in [*kept, Rows(rows, weight)]:
             chunk = max(1, CHUNK * part.rows.shape[-2] // part.rows.numel())
             for some in part.rows.split(chunk, dim=-2):
                 self._add_to_sum(some, part.weight)
@@ -264,22 +60,22 @@ class Moment(Collected[_Part]):
             self._sum.add(rows, weight)
             return
         largest = peak(rows)
-        self._sum = _Sum(gram(rows * unit(largest), weight), largest)
+        self._sum = Sum(gram(rows * unit(largest), weight), largest)
 
     def add_finished(self, made: Callable[[Tensor], list[Tensor]], largest: Tensor) -> None:
         """Take a second moment made without rows, in strips; `largest` is the largest entry that rows would have had."""
         strips = made(unit(largest))
         if self._finished is None:
-            self._finished = _Sum(strips, largest)
+            self._finished = Sum(strips, largest)
         else:
             self._finished.join(strips, largest)
 
     @property
-    def _parts(self) -> list[_Part]:
+    def _parts(self) -> Sequence[Part]:
         return self._seen if self._total is None else [self._total]
 
     @property
-    def _seen(self) -> list[_Part]:
+    def _seen(self) -> list[Seen]:
         """What came in here."""
         return [*self._kept, *(part for part in (self._sum, self._finished) if part is not None)]
 
@@ -295,11 +91,11 @@ class Moment(Collected[_Part]):
 
     def pooled(self, strips: list[Tensor], exponent: int) -> None:
         """Stand for what several processes have added up, in units of 4^exponent."""
-        self._total = _Total(strips, exponent)
+        self._total = Total(strips, exponent)
 
     def left(self, trace: Tensor, exponent: int) -> None:
         """The same where another process keeps the sum."""
-        self._total = _Elsewhere(trace, exponent)
+        self._total = Elsewhere(trace, exponent)
 
     @property
     def empty(self) -> bool:
@@ -387,15 +183,15 @@ class DiagonalMoment(Moment):
 
     def __init__(self) -> None:
         super().__init__()
-        self._counts: _Diagonal | None = None
+        self._counts: Diagonal | None = None
 
     def add(self, rows: Tensor, weight: float = 1.0, source: Tensor | None = None) -> None:
         """Take a diagonal (d,)."""
         values = rows if weight == 1.0 else rows * weight
-        self._counts = _Diagonal(values if self._counts is None else values + self._counts.values)
+        self._counts = Diagonal(values if self._counts is None else values + self._counts.values)
 
     @property
-    def _seen(self) -> list[_Part]:
+    def _seen(self) -> list[Seen]:
         return [] if self._counts is None else [self._counts]
 
 
@@ -406,7 +202,7 @@ class SquareMoment(DiagonalMoment):
         """Take rows (n, d) of one weight, a chunk of them at a time in float64."""
         for some in rows.split(max(1, CHUNK // rows.shape[-1])):
             values = torch.linalg.vector_norm(some, dim=0, dtype=torch.float64).square() * weight
-            self._counts = _Squares(values if self._counts is None else values + self._counts.values)
+            self._counts = Squares(values if self._counts is None else values + self._counts.values)
 
 
 def _share_memory(rows: Tensor, source: Tensor) -> bool:

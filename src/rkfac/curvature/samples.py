@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rkfac.curvature.collected import Collected
-from rkfac.curvature.moment import unit
+from rkfac.curvature.summands import unit
 from rkfac.linalg import Formed, Outer, Rows, peak
 
 FARTHEST = 480  # binary exponent of entries whose square float64 holds with room for their number
