@@ -6,6 +6,7 @@ Tried on torch 2.13 (CPU). Each function says what would have to be found again 
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -52,8 +53,69 @@ def replace_compiled_call(module: nn.Module, call: Any) -> None:
         module._compiled_call_impl = call
 
 
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether each process has a part of a tensor alone: a DTensor, whose module nobody has to import for this question."""
+    return type(tensor).__name__ == "DTensor"
+
+
+def own_rows(tensor: Any) -> Tensor:
+    """This process's rows of a sharded tensor, in the same memory."""
+    return cast(Tensor, tensor.detach().to_local())
+
+
+def layout(sharded: Any) -> tuple[Any, list[str]]:
+    """Over which processes a tensor is spread (a DeviceMesh), and how along each of their dimensions."""
+    from torch.distributed.tensor import Shard
+
+    return sharded.device_mesh, [
+        "rows" if placement == Shard(0) else str(placement) for placement in sharded.placements
+    ]
+
+
+def fully_sharded(model: nn.Module) -> list[str]:
+    """What the names of all parameters begin with that fully_shard may have sharded."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return [f"{name}." if name else "" for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+
+
+def sharded_like(sharded: Any, rows: Tensor) -> Tensor:
+    """Some rows of each process as one tensor that is sharded as another."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        rows, sharded.device_mesh, sharded.placements, run_check=False, shape=sharded.shape, stride=sharded.stride()
+    )
+
+
+def kind_of(module: nn.Module) -> type[nn.Module]:
+    """A module's class as its author wrote it: fully_shard puts one of its own in front."""
+    kind = type(module)
+    return kind.__bases__[1] if kind.__bases__[0].__name__ == "FSDPModule" else kind
+
+
+_AT_REST: weakref.WeakKeyDictionary[nn.Module, dict[str, nn.Parameter]] = weakref.WeakKeyDictionary()
+
+
 def own_parameter(module: nn.Module, name: str) -> nn.Parameter | None:
-    """A module's own parameter, None when it has none of that name; quicker than looking through all."""
+    """A module's own parameter, None when it has none of that name; quicker than looking through all.
+
+    While a module that fully_shard has sharded runs, the whole parameter stands in the place of the sharded one, which is
+    the one that optimizers know and that is found here.
+    """
+    found = leaf_parameter(module, name)
+    if found is None:
+        return None
+    if is_sharded(found):
+        _AT_REST.setdefault(module, {})[name] = found
+    elif _AT_REST:
+        known = _AT_REST.get(module, {}).get(name)
+        return found if known is None or known.shape != found.shape else known
+    return found
+
+
+def leaf_parameter(module: nn.Module, name: str) -> nn.Parameter | None:
+    """What stands in a parameter's place now, and gets the gradient of what the module does with it."""
     found = module._parameters.get(name)
     return found if isinstance(found, nn.Parameter) else None  # under functional_call any tensor stands there
 

@@ -31,7 +31,7 @@ class Observer(Protocol):
     def observe(self, use: Use, x: Tensor, g: Tensor, one_pass: Any, terms: int) -> None:
         """Input and output gradient of one call of the layer that counts."""
 
-    def explains(self, calls: list[tuple[Use, Tensor, Tensor]], gradient: Tensor) -> bool | None:
+    def explains(self, calls: list[tuple[Use, Tensor, Tensor]], gradient: Tensor, weight: Tensor) -> bool | None:
         """Whether these calls are where the weight's gradient comes from."""
 
     def discard(self) -> None:
@@ -85,7 +85,7 @@ class Watched:
     observer: Observer
     arrived: list[Arrival] = field(default_factory=list)  # gradients that may or may not reach the weight
     counted: tuple[Tensor, int] | None = None  # the .grad its statistics belong to, and its version
-    followed: bool = False
+    leaf: Tensor | None = None  # what gradients reach and hooks are on: the weight, or what stands in its place
     verified: bool = False
     foreign: str = ""  # why it must not be preconditioned after all
     doubled: bool = False  # a graph of gradients was built through it since the last step

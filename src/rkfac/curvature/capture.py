@@ -102,15 +102,23 @@ class Capture:
             hook = _LeaveInsideHook(self, inside)
             # Called also when the forward raises: nothing must be left entered.
             self.install(partial(module.register_forward_hook, hook, with_kwargs=True, prepend=True, always_call=True))
-        self._insides[id(module)].watch(use.weight, (watched, use))
+        self._insides[id(module)].watch(
+            partial(compat.leaf_parameter, use.module, use.adapter.weight_name), (watched, use)
+        )
 
-    def follow(self, observer: Observer) -> None:
-        """Notice when gradients reach the layer's weight, from the first step on that it is trained."""
+    def follow(self, observer: Observer, use: Use | None = None) -> None:
+        """Notice when gradients reach the layer's weight, from the first step on that it is trained.
+
+        `use`: what runs now. Gradients never reach a sharded weight, but the whole one that stands in its place meanwhile.
+        """
         watched = self._layers[id(observer)]
-        if not observer.weight.requires_grad or watched.followed:
+        leaf: Tensor | None = observer.weight
+        if compat.is_sharded(observer.weight):
+            leaf = None if use is None else compat.leaf_parameter(use.module, use.adapter.weight_name)
+        if leaf is None or not observer.weight.requires_grad or watched.leaf is leaf:
             return
-        watched.followed = True
-        self.install(partial(observer.weight.register_post_accumulate_grad_hook, _WeightHook(self, watched)))
+        watched.leaf = leaf
+        self.install(partial(leaf.register_post_accumulate_grad_hook, _WeightHook(self, watched)))
 
     def foreign(self, observer: Observer) -> str:
         """Why a layer's statistics do not describe its gradient, or an empty string."""
@@ -138,9 +146,16 @@ class Capture:
     def drop_stale(self, observer: Observer) -> None:
         """Drop statistics whose gradient is gone: `model.zero_grad()` tells no optimizer."""
         watched = self._layers[id(observer)]
-        if watched.counted is not None and dropped(watched.counted, observer.weight.grad):
+        if watched.counted is not None and self._gone(watched, watched.counted):
             watched.counted = None
             observer.discard()
+
+    def _gone(self, watched: Watched, counted: tuple[Tensor, int]) -> bool:
+        weight, leaf = watched.observer.weight, watched.leaf
+        if leaf is None or leaf is weight:
+            return dropped(counted, weight.grad)
+        # A whole gradient is there until it is shared out, in another precision in a place of fully_shard's own.
+        return weight.grad is None and leaf.grad is None and leaf.dtype == weight.dtype
 
     def close(self) -> None:
         """Remove every hook."""
@@ -211,7 +226,7 @@ class Capture:
             self.refuse(RuntimeError("nn.DataParallel is not supported: it runs copies of the layers; use one device"))
             return
         watched.seen = True
-        self.follow(watched.observer)  # it may have been thawed since the last step
+        self.follow(watched.observer, use)  # it may have been thawed since the last step
         call = Call(self._current(), use, x.detach(), laid_out)
         self.registered(watched, call, source)
         source.register_hook(_ArrivalHook(self, watched, call))
@@ -234,7 +249,12 @@ class Capture:
                 stacklevel=2,
             )
         self.drop_stale(watched.observer)
-        if not watched.verified and watched.counted is None and _holds_something(watched.observer.weight.grad):
+        if (
+            not watched.verified
+            and watched.counted is None
+            and watched.leaf is not None
+            and _holds_something(watched.leaf.grad)
+        ):
             watched.doubled = True  # the sum with what was there before is not what these calls explain
         task, g = compat.graph_task(), call.laid_out(g.detach())
         if call.one_pass.terms is None and g.numel():
@@ -255,18 +275,18 @@ class Capture:
         """What enters the statistics for a call: the gradient of the loss itself (the empirical Fisher)."""
         return arrival.gradient
 
-    def accumulated(self, watched: Watched) -> None:
-        """The weight's gradient has grown: what arrived in this backward pass counts."""
+    def accumulated(self, watched: Watched, weight: Tensor) -> None:
+        """The gradient of the weight, or of what stands in its place, has grown: what arrived in this backward pass counts."""
         task, observer = compat.graph_task(), watched.observer
         arrivals = [arrival for arrival in watched.arrived if arrival.task == task]
         if not arrivals:
             return
         watched.arrived = [arrival for arrival in watched.arrived if arrival.task != task]
-        gradient = observer.weight.grad
+        gradient = weight.grad
         assert gradient is not None
         with full_precision([gradient.device]):
             if not (watched.verified or watched.counted or watched.doubled or observer.natural):
-                self._verify(watched, arrivals, gradient)
+                self._verify(watched, arrivals, gradient, weight)
             if not watched.foreign:
                 for arrival in arrivals:
                     call = arrival.call
@@ -281,12 +301,12 @@ class Capture:
             with full_precision([gradient.device]):
                 self.when_counted(observer)
 
-    def _verify(self, watched: Watched, arrivals: list[Arrival], gradient: Tensor) -> None:
+    def _verify(self, watched: Watched, arrivals: list[Arrival], gradient: Tensor, weight: Tensor) -> None:
         """Once a layer: see that its gradient is what its calls say it is."""
-        if compat.has_hooks(watched.observer.weight):
+        if compat.has_hooks(weight):
             return  # a hook of somebody's changes the gradient on its way
         calls = [(a.call.use, a.call.x, a.gradient) for a in arrivals if a.gradient.numel()]
-        explained = watched.observer.explains(calls, gradient)
+        explained = watched.observer.explains(calls, gradient, weight)
         watched.verified = explained is not None
         if explained is False:
             watched.foreign = (
@@ -368,7 +388,7 @@ class _ArrivalHook(_LayerHook):
 class _WeightHook(_LayerHook):
     def __call__(self, weight: Tensor) -> None:
         if self.watched.arrived:
-            self.capture.accumulated(self.watched)
+            self.capture.accumulated(self.watched, weight)
 
 
 def _begin(capture: Capture) -> None:

@@ -68,13 +68,13 @@ class Inside(Generic[Who]):
     def __init__(self, within: Within) -> None:
         self.within = within
         self.watching: list[Who] = []
-        self._weights: dict[int, tuple[nn.Parameter, Who]] = {}
+        self._weights: list[tuple[Callable[[], nn.Parameter | None], Who]] = []
         self._products: _Products[Who] | None = None
 
-    def watch(self, weight: nn.Parameter, who: Who) -> None:
-        """Look for one weight more."""
+    def watch(self, weight: Callable[[], nn.Parameter | None], who: Who) -> None:
+        """Look for one weight more; asked for when it is used, since another tensor may stand in its place then."""
         self.watching.append(who)
-        self._weights[id(weight)] = weight, who
+        self._weights.append((weight, who))
 
     @property
     def entered(self) -> bool:
@@ -84,7 +84,8 @@ class Inside(Generic[Who]):
     def enter(self) -> None:
         """Its forward begins."""
         self.let_go()
-        self._products = _Products(self._weights)
+        found = ((weight(), who) for weight, who in self._weights)
+        self._products = _Products({id(weight): (weight, who) for weight, who in found if weight is not None})
         self._products.__enter__()
 
     def let_go(self) -> list[Noticed[Who]]:

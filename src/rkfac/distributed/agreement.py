@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rkfac import compat
 from rkfac.distributed.world import World
 
 
@@ -30,6 +31,9 @@ def agree(world: World, parameters: Mapping[str, nn.Parameter], settings: Mappin
 
 def look_at_weights(world: World, parameters: Mapping[str, nn.Parameter]) -> None:
     """Refuse replicas with other weights: their steps would be alike, and they would stay apart."""
+    parameters = {name: p for name, p in parameters.items() if not compat.is_sharded(p)}
+    if not parameters:
+        return
     sums = [p.detach().double().sum().item() for p in parameters.values()]
     rows = world.gathered(sums, next(iter(parameters.values())).device, "a look at their parameters")
     columns = zip(parameters, zip(*rows, strict=True), strict=True)

@@ -14,6 +14,7 @@ from rkfac.distributed.agreement import agree, look_at_weights
 from rkfac.distributed.early import Early
 from rkfac.distributed.ownership import Ownership
 from rkfac.distributed.refresh import refresh
+from rkfac.distributed.shards import Shards
 from rkfac.distributed.statistics import Pooled, pool
 from rkfac.distributed.world import ALONE, World, world_of
 
@@ -31,6 +32,7 @@ class Company:
     def _enter(self, world: World) -> None:
         self.world, self.early = world, Early(world)
         self._ownership = Ownership(world, self.memory == "owned")
+        self.shards = Shards(world)
 
     @property
     def alone(self) -> bool:

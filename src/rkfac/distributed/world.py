@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from rkfac import compat
+from rkfac.distributed.sharding import group_of_shards
 
 BUCKET = 1 << 25  # bytes that are added up at once: enough to be worth a message, few enough to begin early
 
@@ -45,6 +46,8 @@ class World:
 
     def gathered(self, numbers: Sequence[float], device: torch.device, what: str) -> list[list[float]]:
         """As many numbers from everybody, a list a process."""
+        if self.alone:
+            return [list(numbers)]
         mine = torch.tensor(numbers, dtype=torch.float64, device=device)
         found = [torch.empty_like(mine) for _ in range(self.size)]
         with self.exchanging(what):
@@ -109,6 +112,16 @@ class World:
         self.sent["decompositions"] += mine.nbytes
         return buffers
 
+    def swapped(self, mine: Tensor, going: Sequence[int], coming: Sequence[int], what: str) -> Tensor:
+        """Bytes for every process, so many to each, against theirs, so many from each, in the order of their ranks."""
+        if self.alone:
+            return mine
+        found = mine.new_empty(sum(coming))
+        with self.exchanging(what):
+            distributed.all_to_all_single(found, mine, list(coming), list(going), group=self.group)
+        self.sent["rows"] += mine.nbytes
+        return found
+
     @contextmanager
     def exchanging(self, what: str) -> Iterator[None]:
         """Errors of torch's say which socket broke; add what was being said, and that all must stop."""
@@ -142,12 +155,21 @@ def world_of(model: nn.Module, group: Any) -> World:
 
     `group` False: this process trains by itself, whoever else is there.
     """
+    spread = group_of_shards(model)
+    if group is False and spread is not None:
+        raise ValueError("process_group=False: this model is sharded, and no process can train its rows by itself")
     if group is False or not distributed.is_available() or not distributed.is_initialized():
         if group not in (None, False):
             raise ValueError("process_group= needs torch.distributed.init_process_group first")
         return ALONE
     if group is None and isinstance(model, nn.parallel.DistributedDataParallel):
         group = model.process_group
+    if spread is not None:
+        if group is not None and distributed.get_process_group_ranks(group) != distributed.get_process_group_ranks(
+            spread
+        ):
+            raise ValueError("process_group= is another group than the one that the model is sharded over")
+        group = spread
     if compat.inside_join(model):
         raise RuntimeError(
             "model.join() lets processes without data stay away, and the statistics of a step need all of them: give every "

@@ -281,7 +281,7 @@ def uses_of(name: str, module: nn.Module) -> dict[str, Use | Uncovered]:
 def adapter_for(module: nn.Module) -> Adapter | Uncovered:
     """The adapter that serves a module's calls, or the reason why none does."""
     served = _served(module)
-    return Uncovered(f"no adapter for {type(module).__name__}") if isinstance(served, Container) else served
+    return Uncovered(f"no adapter for {compat.kind_of(module).__name__}") if isinstance(served, Container) else served
 
 
 def _served(module: nn.Module) -> Adapter | Container | Uncovered:
@@ -303,7 +303,7 @@ def _served(module: nn.Module) -> Adapter | Container | Uncovered:
         found = recogniser(module)
         if found is not None:
             return found
-    return Uncovered(f"no adapter for {type(module).__name__}")
+    return Uncovered(f"no adapter for {compat.kind_of(module).__name__}")
 
 
 def overridden(module: nn.Module, base: type[nn.Module]) -> str:
@@ -311,7 +311,7 @@ def overridden(module: nn.Module, base: type[nn.Module]) -> str:
     for method in ("forward", "_conv_forward"):  # the second is what a convolution's forward calls
         own = module.__dict__.get(method, getattr(type(module), method, None))
         if own is not getattr(base, method, None):
-            return f"{type(module).__name__} overrides {method} of {base.__name__}"
+            return f"{compat.kind_of(module).__name__} overrides {method} of {base.__name__}"
     return ""
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import cast
 
@@ -10,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rkfac import compat
 from rkfac.layers.base import (
     Adapter,
     Uncovered,
@@ -166,7 +166,7 @@ def _rms_like(module: nn.Module) -> Adapter | Uncovered | None:
     What is tried is a copy in float32 with random scales: neither the module nor anybody's random numbers change.
     """
     own = own_parameters(module)
-    if "norm" not in type(module).__name__.lower() or len(own) != 1 or any(True for _ in module.children()):
+    if "norm" not in compat.kind_of(module).__name__.lower() or len(own) != 1 or any(True for _ in module.children()):
         return None
     ((name, weight),) = own.items()
     if weight.ndim != 1 or not weight.is_floating_point() or any(True for _ in module.buffers()):
@@ -178,20 +178,24 @@ def _rms_like(module: nn.Module) -> Adapter | Uncovered | None:
         with torch.random.fork_rng(devices=[weight.device] if weight.is_cuda else []), torch.no_grad():
             found = [eps for eps in sorted(epsilons) if _proves(module, name, weight, eps)]
     except Exception as error:  # whatever somebody's forward may raise
-        return Uncovered(f"{type(module).__name__}: its forward could not be tried ({type(error).__name__}: {error})")
+        return Uncovered(
+            f"{compat.kind_of(module).__name__}: its forward could not be tried ({type(error).__name__}: {error})"
+        )
     if not found:
         return Uncovered(
-            f"no adapter for {type(module).__name__}: its forward is not x / sqrt(mean x^2 + eps) times its {name}"
+            f"no adapter for {compat.kind_of(module).__name__}: its forward is not x / sqrt(mean x^2 + eps) times its {name}"
         )
     return RMSLikeAdapter(name, found[-1])  # a smaller one may pass where it is next to nothing
 
 
 def _proves(module: nn.Module, name: str, weight: Tensor, eps: float) -> bool:
     """Whether a forward is the formula with this eps, for w or 1 + w, in training and in evaluation mode."""
-    tried = copy.deepcopy(module).float()
     draw = torch.Generator().manual_seed(0)
     w = torch.randn(len(weight), generator=draw).to(weight.device)
-    own_parameters(tried)[name].data = w
+    # The same but for its parameter, which may be sharded and then cannot be copied.
+    kind = compat.kind_of(module)
+    tried = kind.__new__(kind)
+    vars(tried).update(vars(module), _parameters={name: nn.Parameter(w)})
     matches = {0.0, 1.0}
     for scale in (1.0, math.sqrt(eps) if eps else 1e-5):
         # Also pictures, whose channels some norms look for in the second place: no other dimension is as long as the last.

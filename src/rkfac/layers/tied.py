@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rkfac import compat
 from rkfac.layers.base import Adapter, Uncovered, Use
 from rkfac.layers.embedding import EmbeddingAdapter
 from rkfac.layers.linear import LinearAdapter
@@ -25,5 +26,5 @@ def together(uses: Sequence[Use]) -> Adapter | Uncovered:
         return uses[0].adapter
     if kinds == {LinearAdapter, EmbeddingAdapter}:
         return TiedAdapter()
-    names = ", ".join(f"{use.name!r} ({type(use.module).__name__})" for use in uses)
+    names = ", ".join(f"{use.name!r} ({compat.kind_of(use.module).__name__})" for use in uses)
     return Uncovered(f"its weight is tied: only nn.Linear and nn.Embedding layers may share one, these are {names}")

@@ -20,7 +20,7 @@ from rkfac.curvature.following import RowHook
 from rkfac.curvature.hooks import full_precision
 from rkfac.curvature.natural import NaturalHook, silence_others
 from rkfac.curvature.sampled import SampledCapture
-from rkfac.distributed import Company, World
+from rkfac.distributed import Company, World, refuse_sharded
 from rkfac.layers import Adapter, KroneckerAdapter, TiedAdapter, Uncovered, UnitAdapter, Use
 from rkfac.optim import memory as saved_states
 from rkfac.optim import portable
@@ -29,12 +29,14 @@ from rkfac.optim.amp import loss_scale
 from rkfac.optim.arguments import GROUP_RULES, check_group, check_power, refuse_lacking, refuse_whole
 from rkfac.optim.collecting import begin, commit, notice_unseen, retire
 from rkfac.optim.compiled import run_eagerly, unwrapped
-from rkfac.optim.coverage import Choice, LeftOut, cover, owners_of, refuse_sharded, warn_of_little
+from rkfac.optim.coverage import Choice, LeftOut, cover, owners_of, warn_of_little
+from rkfac.optim.directing import Step
 from rkfac.optim.gate import Gate
 from rkfac.optim.moves import Move, Rules
 from rkfac.optim.pinning import pin
 from rkfac.optim.planning import planned
 from rkfac.optim.report import LayerReport, Spectra, covered_layer, described, listed, spectra, uncovered_layer
+from rkfac.optim.rows import OwnRows
 from rkfac.optim.rules import GRAFTS, Rule
 from rkfac.optim.scratch import Scratch
 from rkfac.optim.stagger import turns
@@ -104,6 +106,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         close_with(self, self._capture)
         run_eagerly(model, self._capture)
         self._extend()
+        self._refuse_spread()
         warn_of_little(self._blocks, self._reasons)
         self._join()
 
@@ -169,6 +172,23 @@ class CurvatureOptimizer(torch.optim.Optimizer):
                 f"generator= is one process's own: give {name} a seed= to train with {found.size} processes"
             )
 
+    def _refuse_spread(self) -> None:
+        """Members and settings that need whole parameters, by name, where these are sharded."""
+        if not any(compat.is_sharded(p) for p in self._all_parameters()):
+            return
+        asked = {
+            'apply="backward"': self._settings.backward,
+            "adaptive_damping": self._adaptive is not None,
+            "a GradScaler (grad_scaler=)": self._grad_scaler is not None,
+            "a member that sees every step's gradients or remembers its steps": self._rule.remembers
+            or any(block.learns for block in self._blocks.values()),
+        }
+        for what in (name for name, wanted in asked.items() if wanted):
+            raise ValueError(
+                f"{type(self).__name__} cannot train a sharded model with {what}: no process has a whole gradient of every "
+                "layer. Use KFAC, RSKFAC, SREKFAC or EKFAC without it, or DistributedDataParallel"
+            )
+
     def _set_apart(self, blocks: Iterable[Block]) -> None:
         """Tell blocks whether a gradient is the sum of what this process sees."""
         for block in blocks:
@@ -181,7 +201,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
                 made = self.block_types[kind](uses, adapter, self._settings)
                 why = made if isinstance(made, str) else self._choice.too_wide(made.widest(self._group(made)))
                 return Uncovered(why) if isinstance(made, str) or why else made
-        kinds = " and ".join(sorted({type(use.module).__name__ for use in uses}))
+        kinds = " and ".join(sorted({compat.kind_of(use.module).__name__ for use in uses}))
         return Uncovered(f"{type(self).__name__} has no curvature for {kinds}")
 
     def _extend(self) -> None:
@@ -329,7 +349,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
     def _check_settings(self, closure: Callable[[], Any] | None) -> None:
         """Schedulers and users write into the groups at any time; refuse nonsense before anything is touched."""
         if self._capture is not None and self._capture.active:
-            refuse_sharded(self._model)  # by somebody who came later
+            refuse_sharded(self._model, self._names)  # by somebody who came later
         self._join()
         if self._adaptive is not None and closure is None:
             raise RuntimeError("adaptive damping compares losses: call optimizer.step(closure)")
@@ -367,14 +387,16 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         blocks, groups = self._blocks.values(), self.param_groups
         rest = self.own_rest if self._graft is None and self._fallback == "sgd" else GRAFTS[self._fallback]
         rules = Rules(self._rule, rest, self._step)
-        moves = planned(blocks, groups, self._group_of, self._names, self.state, rules, self._gate, self._scratch)
+        step = Step(OwnRows(self._all_parameters(), self.state), rules, self._gate)
+        shards = self._company.shards
+        moves = planned(blocks, groups, self._group_of, self._names, step, self._scratch, shards)
         self._gate.report()
-        self._take(moves, rules)
+        self._take(moves, step)
 
-    def _take(self, moves: Sequence[Move], rules: Rules) -> None:
+    def _take(self, moves: Sequence[Move], step: Step) -> None:
         """Do what was planned."""
         for move in moves:
-            move.apply(self.state, rules)
+            move.apply(step.state, step.rules)
 
     # --- adaptive damping
 

@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
+from rkfac import compat
 from rkfac.curvature.block import Block
 from rkfac.layers import (
     Adapter,
@@ -136,7 +137,7 @@ def _uses(model: nn.Module) -> tuple[list[Use], dict[str, str]]:
         found = uses_of(name, module)
         if is_container(module):
             why = next((u.reason for u in found.values() if isinstance(u, Uncovered)), "")
-            text = why or f"{type(module).__name__} uses its weights without calling it"
+            text = why or f"{compat.kind_of(module).__name__} uses its weights without calling it"
             silent.update((id(child), text) for child in module.modules() if child is not module)
         uses += [use for use in found.values() if isinstance(use, Use)]
         reasons |= {full: use.reason for full, use in found.items() if isinstance(use, Uncovered)}
@@ -162,14 +163,14 @@ def _left_out(
         counted.update(map(id, new.values()))
         if block is None and not any(f"{name}.{key}".removeprefix(".") in reasons for key in rest):
             reason = choice.refusal(name, module) or reasons[name]
-            found[name] = LeftOut(type(module).__name__, tuple(new.values()), reason)
+            found[name] = LeftOut(compat.kind_of(module).__name__, tuple(new.values()), reason)
             continue
         for key, p in new.items():
             full = f"{name}.{key}".removeprefix(".")
-            why = reasons.get(full) or f"{key} of {type(module).__name__} is not a part of one projection"
+            why = reasons.get(full) or f"{key} of {compat.kind_of(module).__name__} is not a part of one projection"
             if block is not None and block.tied:
                 why = f"its weight is preconditioned with that of {block.name!r}, and no bias takes part in that"
-            found[full] = LeftOut(type(module).__name__, (p,), why)
+            found[full] = LeftOut(compat.kind_of(module).__name__, (p,), why)
     return found
 
 
@@ -195,7 +196,7 @@ def owners_of(model: nn.Module) -> Counter[int]:
 
 def _matches(name: str, module: nn.Module, patterns: tuple[str, ...]) -> bool:
     """A pattern names modules by their path or by their class."""
-    return any(fnmatchcase(name, p) or fnmatchcase(type(module).__name__, p) for p in patterns)
+    return any(fnmatchcase(name, p) or fnmatchcase(compat.kind_of(module).__name__, p) for p in patterns)
 
 
 def warn_of_little(blocks: dict[str, Block], reasons: Mapping[str, LeftOut]) -> None:
@@ -225,17 +226,3 @@ def _builder() -> int:
 
 def _trained(own: Iterable[nn.Parameter]) -> int:
     return sum(p.numel() for p in own if p.requires_grad and not isinstance(p, UninitializedParameter))
-
-
-def refuse_sharded(model: nn.Module) -> None:
-    """Sharded parameters and nn.DataParallel are refused by name: a block needs its layer's whole weight and batch."""
-    for name, parameter in model.named_parameters():
-        if type(parameter.data).__name__ == "DTensor" or type(parameter).__name__ == "FlatParameter":
-            raise ValueError(
-                f"parameter {name!r} is sharded (fully_shard, FSDP, HSDP or tensor parallel), which is not supported: "
-                "a layer's gradient is preconditioned as a whole. Use DistributedDataParallel"
-            )
-    if any(isinstance(module, nn.DataParallel) for module in model.modules()):
-        raise ValueError(
-            "nn.DataParallel is not supported: it runs copies of the layers; pass model.module on one device"
-        )

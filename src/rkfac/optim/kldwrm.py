@@ -15,9 +15,10 @@ from rkfac.curvature.fisher import Likelihood
 from rkfac.curvature.replay import Recorder
 from rkfac.layers import KroneckerAdapter, TiedAdapter, UnitAdapter
 from rkfac.optim.arguments import check_choice
+from rkfac.optim.directing import Step
 from rkfac.optim.kfac import KFAC, meaning_of
 from rkfac.optim.member import member
-from rkfac.optim.moves import Move, Rules
+from rkfac.optim.moves import Move
 from rkfac.optim.past import Past
 from rkfac.optim.wake import InnerSteps, Wake
 
@@ -118,13 +119,13 @@ class KLDWRM(KFAC):
             self._model, method.inner, method.likelihood, settings.loss_average, recorder, settings.randomness
         )
 
-    def _take(self, moves: Sequence[Move], rules: Rules) -> None:
+    def _take(self, moves: Sequence[Move], step: Step) -> None:
         """Also the inner steps."""
         if self._wake is None:
-            super()._take(moves, rules)
+            super()._take(moves, step)
             return
         with self._pause():
-            self._wake.take(moves, self.state, rules, self._gate)
+            self._wake.take(moves, step.state, step.rules, self._gate)
 
     def state_dict(self) -> dict[str, Any]:
         """Also the last networks."""

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rkfac.curvature.block import Block, Direction
 from rkfac.linalg import Number, Terms, Whole
@@ -33,7 +33,7 @@ class Rules:
 class Target:
     """A parameter that moves."""
 
-    parameter: nn.Parameter
+    parameter: Tensor  # or this process's rows of it
     gradient: Tensor
     group: Group
 

@@ -148,7 +148,7 @@ class Block(ABC):
 
     # --- statistics
 
-    def explains(self, calls: Sequence[tuple[Use, Tensor, Tensor]], gradient: Tensor) -> bool | None:
+    def explains(self, calls: Sequence[tuple[Use, Tensor, Tensor]], gradient: Tensor, weight: Tensor) -> bool | None:
         """Whether the layer's calls (input, output gradient) are where its weight's gradient comes from.
 
         None when a gradient of zero or one that is not finite cannot tell. A weight that is also used by hand, as in
@@ -158,7 +158,7 @@ class Block(ABC):
             parts = (use.adapter.gradient(use.module, x, g) for use, x, g in calls)
             found = sum(parts, torch.zeros_like(gradient))
             size = torch.linalg.vector_norm(gradient.double())
-            rest, weight = (gradient - found).double(), self.weight.double()
+            rest, weight = (gradient - found).double(), weight.double()
             self.penalised = not bool(torch.linalg.vector_norm(rest) <= 1e-2 * size)
             # A multiple of the weight is a penalty in the loss, of which a branch that starts at zero has little else.
             rest = rest - (rest * weight).sum() / weight.square().sum().clamp_min(1e-300) * weight
