@@ -257,21 +257,6 @@ def later() -> tuple[str, bool, str]:
     return alone, same_everywhere(flat(model)) and not optimizer._company.world.alone, gone
 
 
-def sharded(when: str) -> tuple[str, str]:
-    """fully_shard before the optimizer is built, or after: what the constructor and the step say."""
-    from torch.distributed.fsdp import fully_shard
-
-    model = build("mlp")
-    if when == "before":
-        fully_shard(model)
-        return said_by(lambda: stated.RSKFAC(model)), "not built"
-    optimizer = stated.RSKFAC(model)
-    fully_shard(model)
-    x, y = share(batches("mlp", 1, 12)[0], distributed.get_rank(), even(12, 2))
-    F.cross_entropy(model(x), y).backward()
-    return "built", said_by(optimizer.step)
-
-
 def tensor_parallel() -> str:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module

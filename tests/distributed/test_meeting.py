@@ -30,7 +30,6 @@ from distributed.meeting import (
     sampled,
     saved,
     saved_owned,
-    sharded,
     shrinking,
     stalled,
     tensor_parallel,
@@ -168,14 +167,6 @@ def test_eigenpairs_and_halves_are_what_is_sent(pair: Crew) -> None:
     for sent in pair.run(counted, d, rank):
         assert 0 < sent["statistics"] <= 4 * (d * (d + 1) / 2 + 8 * 9 / 2)
     assert 0 < sum(sent["decompositions"] for sent in pair.run(counted, d, rank)) <= 0.1 * 4 * d**2
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_fully_shard_is_refused_by_name_whenever_it_happens(pair: Crew, when: str) -> None:
-    for built, stepped in pair.run(sharded, when):
-        said = built if when == "before" else stepped
-        assert "'0.weight' is sharded (fully_shard" in said
-        assert "DistributedDataParallel" in said
 
 
 def test_tensor_parallel_is_refused_by_name(pair: Crew) -> None:

@@ -178,6 +178,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             return
         asked = {
             'apply="backward"': self._settings.backward,
+            'fisher="mc"': self._settings.sampled,  # whose own pass comes before fully_shard has the weights for one
             "adaptive_damping": self._adaptive is not None,
             "a GradScaler (grad_scaler=)": self._grad_scaler is not None,
             "a member that sees every step's gradients or remembers its steps": self._rule.remembers
@@ -300,6 +301,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         self._refuse_sparse()
         assert self._capture is not None
         self._capture.check()
+        self._refuse_scaler()
         scaled = loss_scale(self, self._all_parameters(), self._grad_scaler, self._settings.sampled)
         if scaled is None:
             self._company.skip()
@@ -363,6 +365,13 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         """Before anything is touched."""
         if any(p.grad is not None and p.grad.is_sparse for p in self._all_parameters()):
             raise RuntimeError("sparse gradients are not supported: build nn.Embedding with sparse=False")
+
+    def _refuse_scaler(self) -> None:
+        """Each process would find infinities in its own rows, and skip steps by itself."""
+        if getattr(self, "found_inf", None) is not None and any(map(compat.is_sharded, self._all_parameters())):
+            raise RuntimeError(
+                "a GradScaler is not supported with a sharded model: train in bfloat16 (fully_shard's mp_policy=) instead"
+            )
 
     def _turns(self) -> dict[str, int]:
         """At which step of its period each layer is refreshed; at the first, where nothing is said."""
