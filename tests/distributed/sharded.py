@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +24,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
+import rkfac
 from distributed.meeting import said_by
+from distributed.task import LENGTH, SETTINGS, VOCABULARY, language_model
 from distributed.together import STEPS, batches, build, even, flat, made, same_everywhere, share
 from optim.problems import Batch, parameters
 from rkfac import LevenbergMarquardt
@@ -163,6 +167,43 @@ def resumed(optimizer: str, folder: str, before: int, after: int) -> tuple[Tenso
     for _ in steps(net, own, data, even(12, distributed.get_world_size())):
         pass
     return whole(net), same_everywhere(whole(net))
+
+
+def died() -> str:
+    """One process is killed while rows come together; what the other one says."""
+    net, rank = cut(build("mlp")), distributed.get_rank()
+    optimizer = made("RSKFAC", net)
+    if rank == 1:
+        optimizer._company.world.swapped = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    optimizer.zero_grad()
+    loss_of(net, batches("mlp", 1, 12)[0], even(12, 2)).backward()
+    before = [p.to_local().clone() for p in net.parameters()]
+    what = said_by(optimizer.step)
+    assert all(torch.equal(p.to_local(), old) for p, old in zip(net.parameters(), before, strict=True)), "a row moved"
+    return what
+
+
+def language(recomputed: bool) -> tuple[float, float, bool]:
+    """GPT-2 with its blocks sharded, as `compared`; `recomputed`: activations are not kept."""
+    a, b = language_model().train(), language_model().train()
+    if recomputed:
+        b.gradient_checkpointing_enable({"use_reentrant": False})
+    for block in b.transformer.h:
+        fully_shard(block)
+    fully_shard(b)
+    settings = {**SETTINGS, "graft": "adamw", "lr": 1e-2, "loss_average": "tokens"}
+    settings.pop("momentum")
+    alone, own = rkfac.RSKFAC(a, process_group=False, **settings), rkfac.RSKFAC(b, **settings)
+    start, rank = flat(a), distributed.get_rank()
+    for ids in torch.randint(VOCABULARY, (12, 4, LENGTH), generator=torch.Generator().manual_seed(5)):
+        for net, optimizer, some in ((a, alone, ids), (b, own, ids[2 * rank : 2 * rank + 2])):
+            optimizer.zero_grad()
+            positions = torch.arange(LENGTH).expand(some.shape)
+            net(input_ids=some, position_ids=positions, labels=some).loss.backward()
+            optimizer.step()
+    assert all(layer.covered for layer in own.report())
+    found = whole(b)
+    return float((found - flat(a)).abs().max()), float((flat(a) - start).abs().max()), same_everywhere(found)
 
 
 def buffers(optimizer: str) -> tuple[int, int, int]:

@@ -10,7 +10,18 @@ import torch
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
 from distributed.crew import Crew
-from distributed.sharded import buffers, compared, in_bfloat16, not_finite, refused, resumed, saved, sent
+from distributed.sharded import (
+    buffers,
+    compared,
+    died,
+    in_bfloat16,
+    language,
+    not_finite,
+    refused,
+    resumed,
+    saved,
+    sent,
+)
 from distributed.together import batches, build, flat, made
 from optim.problems import train
 from rkfac.distributed.shards import Shards, Spread, share
@@ -125,6 +136,27 @@ def test_copies_of_shards_are_refused_by_name(four: Crew) -> None:
     for said in four.run(refused, "hybrid"):
         assert "HSDP" in said
         assert "2 dimensions" in said
+
+
+def test_a_process_that_is_killed_while_rows_come_together_stops_the_others_and_moves_nothing() -> None:
+    crew = Crew(2, timeout=20)
+    try:
+        crew.begin(died)
+        good, said = crew.outcome(0, 40)
+        assert good, said
+        assert "could not exchange rows of 3 layers, among them '0'" in said
+        crew.processes[1].join(5)
+        assert crew.processes[1].exitcode == -9
+    finally:
+        crew.dismiss()
+
+
+@pytest.mark.parametrize("recomputed", [False, True], ids=["activations kept", "activations recomputed"])
+def test_a_language_model_whose_blocks_are_sharded(pair: Crew, recomputed: bool) -> None:
+    for difference, moved, equal in pair.run(language, recomputed):
+        assert equal
+        assert moved > 1e-2
+        assert difference < CLOSE
 
 
 @pytest.mark.parametrize("optimizer, kinds", [("RSKFAC", 1), ("graft-adamw", 2)])

@@ -18,7 +18,9 @@ from typing import Any
 
 import torch
 from rich.table import Table
+from torch import nn
 
+from rkfac_lab.averaging import average_gradients
 from rkfac_lab.bench.contestants import chosen
 from rkfac_lab.bench.crowd import Crowd
 from rkfac_lab.bench.outcome import MEDIANS, megabytes, outcome
@@ -90,9 +92,9 @@ def work(rank: int, size: int, name: str, wanted: Sequence[str]) -> Callable[...
         return found
 
     def bare_sums() -> tuple[float, float]:
-        """Seconds to add up one number, and as many as there are parameters."""
-        parameters = sum(p.numel() for p in next(iter(sharers.values())).model.parameters())
-        return _seconds_of_a_sum(1, together), _seconds_of_a_sum(parameters, together)
+        """Seconds to average a gradient of one number, and those of the model, as a step does it and with nothing beside it."""
+        model = next(iter(sharers.values())).model
+        return _seconds_of_a_sum(nn.Linear(1, 1, bias=False), together), _seconds_of_a_sum(model, together)
 
     def facts(who: str) -> tuple[dict[str, int], list[float], int]:
         sharer = sharers[who]
@@ -102,10 +104,12 @@ def work(rank: int, size: int, name: str, wanted: Sequence[str]) -> Callable[...
     return lambda order, *given: orders[order](*given)
 
 
-def _seconds_of_a_sum(count: int, together: Ranks) -> float:
-    flat = torch.zeros(count)
+def _seconds_of_a_sum(model: nn.Module, together: Ranks) -> float:
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)  # memory that is there, not pages of zeros
+    average_gradients(model, together)
     begin = time.perf_counter()
-    together.add_up(flat, "numbers")
+    average_gradients(model, together)
     return time.perf_counter() - begin
 
 
