@@ -72,11 +72,32 @@ def layout(sharded: Any) -> tuple[Any, list[str]]:
     ]
 
 
-def fully_sharded(model: nn.Module) -> list[str]:
-    """What the names of all parameters begin with that fully_shard may have sharded."""
-    from torch.distributed.fsdp import FSDPModule
+def fully_sharded(model: nn.Module) -> dict[str, Any]:
+    """Modules that fully_shard was called for, by what the names of the parameters begin with that it may have sharded."""
+    found = ((name, module) for name, module in model.named_modules() if kind_of(module) is not type(module))
+    return {f"{name}." if name else "": module for name, module in found}
 
-    return [f"{name}." if name else "" for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+
+def _shard_groups(model: nn.Module) -> list[Any]:
+    """What fully_shard keeps of the parameters it has sharded, a record for each module it was called for."""
+    states = (module._get_fsdp_state() for module in fully_sharded(model).values())
+    return [group for state in states for group in state._fsdp_param_groups]
+
+
+def stand_ins(model: nn.Module) -> dict[int, Any]:
+    """fully_shard's records of parameters, by the identity of the whole ones that stand in their places in the passes."""
+    shards = [shard for group in _shard_groups(model) for shard in group.fsdp_params]
+    return {id(shard._unsharded_param): shard for shard in shards if hasattr(shard, "_unsharded_param")}
+
+
+def holds_gradient(shard: Any) -> bool:
+    """Whether fully_shard has a whole gradient that is not shared out yet."""
+    return shard.unsharded_accumulated_grad is not None or shard._unsharded_param.grad is not None
+
+
+def averaged_otherwise(model: nn.Module) -> bool:
+    """Whether fully_shard was told to divide sums of gradients by something of the user's (set_gradient_divide_factor)."""
+    return any(group.gradient_divide_factor is not None for group in _shard_groups(model))
 
 
 def sharded_like(sharded: Any, rows: Tensor) -> Tensor:

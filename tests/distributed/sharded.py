@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import os
 import signal
 import warnings
@@ -45,6 +47,15 @@ def whole(model: nn.Module) -> Tensor:
     return torch.cat([p.full_tensor().flatten() for p in parameters(model).values()])
 
 
+def same_curvature(optimizer: Any) -> bool:
+    """Whether all processes keep the same averages and decompositions, to the last bit: whole tensors are equal anyway."""
+    buffer = io.BytesIO()
+    torch.save(optimizer.state_dict()["curvature"]["blocks"], buffer)
+    everybody: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(everybody, hashlib.blake2b(buffer.getvalue()).hexdigest())
+    return len(set(everybody)) == 1
+
+
 def loss_of(net: nn.Module, batch: Batch, cuts: list[int]) -> Tensor:
     x, y = share(batch, distributed.get_rank(), cuts)
     return F.cross_entropy(net(x), y)
@@ -78,8 +89,7 @@ def compared(
             (loss_of(net, batch, cuts) / passes).backward()
         reference.step()
         own.step()
-    found = whole(net)
-    return float((found - flat(alone)).abs().max()), float((flat(alone) - start).abs().max()), same_everywhere(found)
+    return float((whole(net) - flat(alone)).abs().max()), float((flat(alone) - start).abs().max()), same_curvature(own)
 
 
 def refused(how: str) -> str:
@@ -96,6 +106,15 @@ def refused(how: str) -> str:
     if how == "columns":
         by_columns = {"shard_placement_fn": lambda p: Shard(1) if p.ndim == 2 and p.shape[1] % size == 0 else None}
         return said_by(lambda: made("RSKFAC", cut(model, **by_columns)))
+    if how == "left out":
+        optimizer = made("RSKFAC", model, exclude=("*",))
+        cut(model)
+        loss_of(model, batches("mlp", 1, 12)[0], even(12, size)).backward()
+        return said_by(optimizer.step)
+    if how == "divided":
+        net = cut(model, each=False)
+        net.set_gradient_divide_factor(1.0)
+        return said_by(lambda: made("RSKFAC", net))
     if how == "alone":
         return said_by(lambda: made("RSKFAC", cut(model), process_group=False))
     if how == "scaler":
@@ -202,8 +221,142 @@ def language(recomputed: bool) -> tuple[float, float, bool]:
             net(input_ids=some, position_ids=positions, labels=some).loss.backward()
             optimizer.step()
     assert all(layer.covered for layer in own.report())
-    found = whole(b)
-    return float((found - flat(a)).abs().max()), float((flat(a) - start).abs().max()), same_everywhere(found)
+    return float((whole(b) - flat(a)).abs().max()), float((flat(a) - start).abs().max()), same_curvature(own)
+
+
+def chosen(which: str) -> tuple[float, float, bool]:
+    """As `compared`, with some parameters in other groups, in none, frozen, or thawed on the way."""
+    alone, net = build("reader"), cut(build("reader"))
+    start, data, cuts = flat(alone), batches("reader", STEPS, 12), even(12, distributed.get_world_size())
+    optimizers = []
+    for model, where in ((alone, {"process_group": False}), (net, {})):
+        own = dict(model.named_parameters())
+        if which in ("frozen bias", "frozen layer", "thawed"):
+            own["hidden.bias" if which == "frozen bias" else "hidden.weight"].requires_grad_(False)
+        rest = [p for name, p in own.items() if name not in ("hidden.bias", "norm.bias")]
+        params = {
+            "no group": rest,
+            "groups": [rest, {"params": [own["hidden.bias"], own["norm.bias"]], "lr": 0.01}],
+        }.get(which)
+        if which == "groups":
+            params = [{"params": rest}, params[1]]
+        optimizers.append((model, made("RSKFAC", model, params=params, **where)))
+    for number, batch in enumerate(data):
+        for model, optimizer in optimizers:
+            if which == "thawed" and number == 7:
+                dict(model.named_parameters())["hidden.weight"].requires_grad_(True)
+            optimizer.zero_grad()
+            (loss_of(model, batch, cuts) if model is net else F.cross_entropy(model(batch[0]), batch[1])).backward()
+            optimizer.step()
+    own = optimizers[1][1]
+    return float((whole(net) - flat(alone)).abs().max()), float((flat(alone) - start).abs().max()), same_curvature(own)
+
+
+def accumulated(parameters_in: str, added_up_in: str) -> tuple[set[int], float]:
+    """Two passes a step whose whole gradients are kept in a precision of their own: samples that statistics stood for.
+
+    And how far the parameters end from those of one process, relative to the way.
+    """
+    dtypes = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+    policy = MixedPrecisionPolicy(param_dtype=dtypes[parameters_in], reduce_dtype=dtypes[added_up_in])
+    alone, net = build("mlp").float(), cut(build("mlp").float(), mp_policy=policy)
+    reference, own = made("KFAC", alone, process_group=False), made("KFAC", net)
+    start, cuts, rows = flat(alone), even(12, distributed.get_world_size()), set()
+    for x, y in batches("mlp", 6, 12):
+        x = x.float()
+        for optimizer in (reference, own):
+            optimizer.zero_grad()
+        for last in (False, True):
+            (F.cross_entropy(alone(x), y) / 2).backward()
+            net.set_requires_gradient_sync(last)
+            (loss_of(net, (x, y), cuts).float() / 2).backward()
+        for optimizer in (reference, own):
+            optimizer.step()
+        rows |= {block.rows for block in own._blocks.values()}
+    return rows, float((whole(net) - flat(alone)).norm() / (flat(alone) - start).norm())
+
+
+def spoilt_buffer(exclude: tuple[str, ...]) -> tuple[bool, bool, float]:
+    """NaN in one process's rows of a momentum buffer: whether all stays finite, whether all is like one process with it."""
+    alone, net = build("mlp"), cut(build("mlp"))
+    keywords = {"weight_decay": 0.01, "exclude": exclude}
+    reference, own = made("RSKFAC", alone, process_group=False, **keywords), made("RSKFAC", net, **keywords)
+    cuts, data = even(12, distributed.get_world_size()), batches("mlp", 8, 12)
+    for number, batch in enumerate(data):
+        if number == 4:
+            reference.state[alone[0].weight]["momentum_buffer"][0, 0] = float("nan")
+            if distributed.get_rank() == 0:
+                own.state[next(net.parameters())]["momentum_buffer"].to_local()[0, 0] = float("nan")
+        for optimizer in (reference, own):
+            optimizer.zero_grad()
+        F.cross_entropy(alone(batch[0]), batch[1]).backward()
+        loss_of(net, batch, cuts).backward()
+        for optimizer in (reference, own):
+            optimizer.step()
+    shares: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(shares, [s["decay_share"] for s in own.state.values()])
+    difference = float((whole(net) - flat(alone)).abs().max())
+    return bool(whole(net).isfinite().all()), all(share == shares[0] for share in shares), difference
+
+
+def frozen_saved(folder: str) -> float:
+    """A layer is frozen from the start: through torch.distributed.checkpoint and on, beside a run that went on."""
+    found = []
+    data, cuts = batches("mlp", 8, 12), even(12, distributed.get_world_size())
+    for part in ("first", "second"):
+        net = cut(build("mlp"))
+        next(net.parameters()).requires_grad_(False)
+        own = made("RSKFAC", net)
+        if part == "first":
+            for _ in steps(net, own, data[:4], cuts):
+                pass
+        weights, state = get_state_dict(net, own)
+        kept = {"model": weights, "optimizer": state}
+        if part == "first":
+            dcp.save(kept, checkpoint_id=folder)
+        else:
+            dcp.load(kept, checkpoint_id=folder)
+            set_state_dict(net, own, model_state_dict=kept["model"], optim_state_dict=kept["optimizer"])
+        for _ in steps(net, own, data[4:], cuts):
+            pass
+        found.append(whole(net))
+    return float((found[0] - found[1]).abs().max())
+
+
+def foreign_state(sharded: bool) -> str:
+    """A whole optimizer's state for a sharded one, or the other way."""
+    alone, net = build("mlp"), cut(build("mlp"))
+    reference, own = made("RSKFAC", alone, process_group=False), made("RSKFAC", net)
+    batch, cuts = batches("mlp", 1, 12)[0], even(12, distributed.get_world_size())
+    F.cross_entropy(alone(batch[0]), batch[1]).backward()
+    loss_of(net, batch, cuts).backward()
+    reference.step()
+    own.step()
+    giver, taker = (reference, own) if sharded else (own, reference)
+    return said_by(lambda: taker.load_state_dict(giver.state_dict()))
+
+
+def after_a_look() -> tuple[bool, str]:
+    """The optimizer is built, or gets a group, while whole weights stand in their places after an evaluation."""
+    net = fully_shard(build("mlp"))
+    batch, cuts = batches("mlp", 1, 12)[0], even(12, distributed.get_world_size())
+    kept = list(net.parameters())
+    with torch.no_grad():
+        net(batch[0])
+    stale = list(net.parameters())
+    before = whole_of(kept)
+    own = made("RSKFAC", net, params=kept[:2])
+    with torch.no_grad():
+        net(batch[0])
+    own.add_param_group({"params": kept[2:]})
+    loss_of(net, batch, cuts).backward()
+    own.step()
+    moved = all(not torch.equal(a, b) for a, b in zip(before, whole_of(kept), strict=True))
+    return moved, said_by(lambda: made("RSKFAC", net, params=stale))
+
+
+def whole_of(tensors: list[Any]) -> list[Tensor]:
+    return [t.full_tensor().clone() for t in tensors]
 
 
 def buffers(optimizer: str) -> tuple[int, int, int]:

@@ -11,9 +11,14 @@ from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
 from distributed.crew import Crew
 from distributed.sharded import (
+    accumulated,
+    after_a_look,
     buffers,
+    chosen,
     compared,
     died,
+    foreign_state,
+    frozen_saved,
     in_bfloat16,
     language,
     not_finite,
@@ -21,6 +26,7 @@ from distributed.sharded import (
     resumed,
     saved,
     sent,
+    spoilt_buffer,
 )
 from distributed.together import batches, build, flat, made
 from optim.problems import train
@@ -116,6 +122,8 @@ def test_saved_by_two_and_resumed_by_two_four_and_one(pair: Crew, four: Crew, op
     "how, words",
     [
         ("after", ["'0.weight' was sharded after the optimizer was built", "call fully_shard first"]),
+        ("left out", ["'0.weight' was sharded after the optimizer was built"]),
+        ("divided", ["set_gradient_divide_factor"]),
         ("columns", ["'0.weight' is cut as", "shard_placement_fn"]),
         ("alone", ["process_group=False", "sharded"]),
         ("scaler", ["GradScaler", "bfloat16"]),
@@ -157,6 +165,51 @@ def test_a_language_model_whose_blocks_are_sharded(pair: Crew, recomputed: bool)
         assert equal
         assert moved > 1e-2
         assert difference < CLOSE
+
+
+@pytest.mark.parametrize("which", ["no group", "groups", "frozen bias", "frozen layer", "thawed"])
+def test_some_parameters_are_elsewhere_or_frozen(pair: Crew, which: str) -> None:
+    for difference, moved, equal in pair.run(chosen, which):
+        assert equal
+        assert moved > 1e-3
+        assert difference < CLOSE
+
+
+@pytest.mark.parametrize(
+    "parameters_in, added_up_in, apart",
+    [("float32", "float64", 1e-4), ("float32", "bfloat16", 0.1), ("bfloat16", "float32", 0.1)],
+)
+def test_gradients_that_are_kept_in_another_precision_until_the_last_pass(
+    pair: Crew, parameters_in: str, added_up_in: str, apart: float
+) -> None:
+    for rows, difference in pair.run(accumulated, parameters_in, added_up_in):
+        assert rows == {24}
+        assert difference < apart
+
+
+@pytest.mark.parametrize("exclude", [(), ("0",)], ids=["preconditioned", "by the fallback rule"])
+def test_a_buffer_that_is_spoilt_in_one_process_is_cleared_in_all(pair: Crew, exclude: tuple[str, ...]) -> None:
+    for finite, alike, difference in pair.run(spoilt_buffer, exclude):
+        assert finite
+        assert alike
+        assert difference < CLOSE
+
+
+def test_a_layer_that_is_frozen_from_the_start_is_saved_and_loaded(pair: Crew, tmp_path: Path) -> None:
+    assert pair.run(frozen_saved, str(tmp_path)) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_buffers_that_are_not_cut_as_their_parameters_are_refused(pair: Crew, sharded: bool) -> None:
+    for said in pair.run(foreign_state, sharded):
+        assert "the saved state does not fit this optimizer" in said
+        assert "set_optimizer_state_dict" in said
+
+
+def test_whole_weights_that_an_evaluation_has_left_in_their_places(pair: Crew) -> None:
+    for moved, said in pair.run(after_a_look):
+        assert moved
+        assert "stand in the place of sharded ones" in said
 
 
 @pytest.mark.parametrize("optimizer, kinds", [("RSKFAC", 1), ("graft-adamw", 2)])

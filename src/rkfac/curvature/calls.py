@@ -86,6 +86,7 @@ class Watched:
     arrived: list[Arrival] = field(default_factory=list)  # gradients that may or may not reach the weight
     counted: tuple[Tensor, int] | None = None  # the .grad its statistics belong to, and its version
     leaf: Tensor | None = None  # what gradients reach and hooks are on: the weight, or what stands in its place
+    shard: Any = None  # fully_shard's record of the leaf, where that stands in a sharded weight's place
     verified: bool = False
     foreign: str = ""  # why it must not be preconditioned after all
     doubled: bool = False  # a graph of gradients was built through it since the last step

@@ -32,6 +32,7 @@ class Capture:
     def __init__(self, model: nn.Module) -> None:
         self.active = True
         self.when_counted: Callable[[Any], None] | None = None  # told when a pass has reached a layer's weight
+        self._around = weakref.ref(model)
         self._refusal: Exception | None = None
         self._pass: Pass | None = None
         self._tasks: set[int] = set()  # backward passes that are under way
@@ -118,6 +119,8 @@ class Capture:
         if leaf is None or not observer.weight.requires_grad or watched.leaf is leaf:
             return
         watched.leaf = leaf
+        if leaf is not observer.weight and (model := self._around()) is not None:
+            watched.shard = compat.stand_ins(model).get(id(leaf))
         self.install(partial(leaf.register_post_accumulate_grad_hook, _WeightHook(self, watched)))
 
     def foreign(self, observer: Observer) -> str:
@@ -154,8 +157,7 @@ class Capture:
         weight, leaf = watched.observer.weight, watched.leaf
         if leaf is None or leaf is weight:
             return dropped(counted, weight.grad)
-        # A whole gradient is there until it is shared out, in another precision in a place of fully_shard's own.
-        return weight.grad is None and leaf.grad is None and leaf.dtype == weight.dtype
+        return weight.grad is None and watched.shard is not None and not compat.holds_gradient(watched.shard)
 
     def close(self) -> None:
         """Remove every hook."""

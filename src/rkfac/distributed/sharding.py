@@ -21,12 +21,12 @@ def refuse_sharded(model: nn.Module, known: Collection[int] | None = None) -> No
         )
     meshes: dict[int, Any] = {}
     sharded = [(name, p) for name, p in model.named_parameters() if compat.is_sharded(p)]
-    by_rows = compat.fully_sharded(model) if sharded else ()
+    by_rows = compat.fully_sharded(model) if sharded else {}
     for name, p in sharded:
         if not any(name.startswith(prefix) for prefix in by_rows):
             raise ValueError(
-                f"parameter {name!r} is a DTensor that fully_shard has not made of this model (tensor parallel?), which is not "
-                "supported: use fully_shard or DistributedDataParallel"
+                f"parameter {name!r} is a DTensor that fully_shard has not made of this model (tensor parallel, or a part of a "
+                "sharded model), which is not supported: use fully_shard or DistributedDataParallel, and give the whole model"
             )
         mesh, placements = compat.layout(p)
         if mesh.ndim != 1 or placements != ["rows"]:
@@ -43,11 +43,22 @@ def refuse_sharded(model: nn.Module, known: Collection[int] | None = None) -> No
                 f"parameter {name!r} was sharded after the optimizer was built, which holds the one before: call fully_shard "
                 "first, then build the optimizer"
             )
+    if sharded and compat.averaged_otherwise(model):
+        raise ValueError(
+            "set_gradient_divide_factor is not supported: statistics take gradients for means over the processes, as fully_shard "
+            "makes them"
+        )
     for name, p in model.named_parameters():
         if type(p).__name__ == "FlatParameter":
             raise ValueError(
                 f"parameter {name!r} is sharded by FullyShardedDataParallel, which is not supported: use fully_shard"
             )
+
+
+def cut_again(model: nn.Module) -> None:
+    """Let sharded parameters stand in their places: a forward without a backward pass leaves whole ones there."""
+    for module in compat.fully_sharded(model).values():
+        module.reshard()
 
 
 def group_of_shards(model: nn.Module) -> Any:

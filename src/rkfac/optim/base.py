@@ -20,7 +20,7 @@ from rkfac.curvature.following import RowHook
 from rkfac.curvature.hooks import full_precision
 from rkfac.curvature.natural import NaturalHook, silence_others
 from rkfac.curvature.sampled import SampledCapture
-from rkfac.distributed import Company, World, refuse_sharded
+from rkfac.distributed import Company, World, cut_again, refuse_sharded
 from rkfac.layers import Adapter, KroneckerAdapter, TiedAdapter, Uncovered, UnitAdapter, Use
 from rkfac.optim import memory as saved_states
 from rkfac.optim import portable
@@ -80,6 +80,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ValueError(f"model must be an nn.Module, got {type(model).__name__}; parameters go into params=")
+        cut_again(model)
         refuse_sharded(model)
         self._settings = settings
         self._choice = choice
@@ -174,6 +175,12 @@ class CurvatureOptimizer(torch.optim.Optimizer):
 
     def _refuse_spread(self) -> None:
         """Members and settings that need whole parameters, by name, where these are sharded."""
+        whole = compat.stand_ins(self._model)
+        if any(id(p) in whole for p in self._all_parameters()):
+            raise ValueError(
+                "params= holds parameters that stand in the place of sharded ones while the model runs: ask the model for them "
+                "again, before its forward or after model.reshard()"
+            )
         if not any(compat.is_sharded(p) for p in self._all_parameters()):
             return
         asked = {
@@ -208,6 +215,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
     def _extend(self) -> None:
         """Give a block to every layer that can have one and has none yet."""
         assert self._capture is not None
+        cut_again(self._model)
         self._regroup()
         found = cover(self._model, self._choice, self._make_block, self._all_parameters(), self._blocks)
         self._set_apart(found.blocks.values())
@@ -350,7 +358,8 @@ class CurvatureOptimizer(torch.optim.Optimizer):
 
     def _check_settings(self, closure: Callable[[], Any] | None) -> None:
         """Schedulers and users write into the groups at any time; refuse nonsense before anything is touched."""
-        if self._capture is not None and self._capture.active:
+        assert self._capture is not None
+        if self._capture.active or all(p.grad is None for p in self._all_parameters()):
             refuse_sharded(self._model, self._names)  # by somebody who came later
         self._join()
         if self._adaptive is not None and closure is None:
@@ -396,9 +405,8 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         blocks, groups = self._blocks.values(), self.param_groups
         rest = self.own_rest if self._graft is None and self._fallback == "sgd" else GRAFTS[self._fallback]
         rules = Rules(self._rule, rest, self._step)
-        step = Step(OwnRows(self._all_parameters(), self.state), rules, self._gate)
-        shards = self._company.shards
-        moves = planned(blocks, groups, self._group_of, self._names, step, self._scratch, shards)
+        step = Step(OwnRows(self._all_parameters(), self.state), rules, self._gate, self._company.shards)
+        moves = planned(blocks, groups, self._group_of, self._names, step, self._scratch)
         self._gate.report()
         self._take(moves, step)
 

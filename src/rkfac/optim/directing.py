@@ -62,6 +62,7 @@ class Step:
     own: OwnRows
     rules: Rules
     gate: Gate
+    shards: Shards
 
     @property
     def state(self) -> State:
@@ -83,8 +84,9 @@ def directed(outset: Outset, known: Mapping[int, Course], step: Step, scratch: S
     return _settled(outset, direction, courses, step)
 
 
-def directed_together(outsets: Sequence[Outset], step: Step, shards: Shards) -> list[Preconditioned]:
+def directed_together(outsets: Sequence[Outset], step: Step) -> list[Preconditioned]:
     """The moves of layers of which every process has some rows."""
+    shards = step.shards
     if not outsets:
         return []
     started = [_courses(outset, {}, step, None) for outset in outsets]
@@ -207,9 +209,7 @@ def _settled(outset: Outset, direction: Direction, courses: Courses, step: Step)
         targets = [
             t and replace(t, gradient=torch.where(keep, t.gradient, torch.zeros_like(t.gradient))) for t in targets
         ]
-        for t in targets:
-            if t is not None:
-                mend(step.state[t.parameter], t.group, gate)
+        mended([t for t in targets if t is not None], step, together=isinstance(direction, _Rows))
     block.clip = limit
     inner = None if group["kl_clip"] is None else direction.inner  # now: what it was made from is overwritten soon
     return Preconditioned(block, direction, factor, targets, block.rowwise is not None, inner, curved)
@@ -239,6 +239,28 @@ def _scaled(direction: Direction, courses: Courses, outset: Outset, grafts: bool
     if None in outset.targets:  # a bias that no group holds is part of what is solved, not of the step
         own = direction.norm_of(outset.moving, courses.vectors)
     return ratio(length, own), length + 0 * direction.norm
+
+
+def mended(targets: Sequence[Target], step: Step, together: bool) -> list[Truth]:
+    """Whether the buffers of each are finite; those that are not become zero, in every process that has rows of them."""
+    found: list[Truth] = [mend(step.state[t.parameter], t.group, step.gate) for t in targets]
+    if not together or not targets:
+        return found
+    told, device = [float(fine) for fine in found], targets[0].parameter.device
+    columns = zip(*step.shards.world.gathered(told, device, "whether their buffers are finite"), strict=True)
+    fine = [all(column) for column in columns]
+    for target, good in zip(targets, fine, strict=True):
+        if not good:
+            _clear(step.state[target.parameter])
+    return list(fine)
+
+
+def _clear(state: State) -> None:
+    for key, value in state.items():
+        if isinstance(value, Tensor):
+            value.zero_()
+        elif key == "decay_share":
+            state[key] = 0.0
 
 
 def mend(state: State, group: Group, gate: Gate) -> Truth:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rkfac import compat
 from rkfac.curvature.block import Block, Settings
 from rkfac.curvature.fisher import Likelihood
 from rkfac.optim.report import listed
@@ -116,6 +117,12 @@ def _check_buffers(groups: list[dict[str, Any]], state_dict: Mapping[str, Any], 
                 raise ValueError(f"{key} {what} is no tensor of floating point")
             if value.shape != p.shape and not (p.is_complex() and value.shape == (*p.shape, 2)):
                 raise ValueError(f"{key} of shape {tuple(value.shape)} for a parameter of shape {tuple(p.shape)}")
+            if compat.is_sharded(value) != compat.is_sharded(p):
+                own, other = ("sharded", "whole") if compat.is_sharded(value) else ("whole", "sharded")
+                raise ValueError(
+                    f"{key} {what} is {own} and the parameter {other}: load it with set_optimizer_state_dict of "
+                    "torch.distributed.checkpoint, which knows how"
+                )
             if not bool(torch.isfinite(value).all()):
                 raise ValueError(f"{key} {what} holds NaN or Inf")
 

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from rkfac import compat
 from rkfac.curvature.block import Block
-from rkfac.distributed import Shards
 from rkfac.linalg import SAFE, Truth, at_once
 from rkfac.optim import clip
-from rkfac.optim.directing import Outset, Step, directed, directed_together, mend
+from rkfac.optim.directing import Outset, Step, directed, directed_together, mended
 from rkfac.optim.gate import moderate, most
 from rkfac.optim.moves import (
     Group,
@@ -40,7 +39,6 @@ def planned(
     names: Mapping[int, str],
     step: Step,
     scratch: Scratch,
-    shards: Shards,
 ) -> list[Move]:
     """All moves of one step, with every buffer they need; what is not finite takes no part.
 
@@ -64,9 +62,9 @@ def planned(
                 step.rules.covered.prepare(step.state[target.parameter], target.parameter, target.group)
         (spread if compat.is_sharded(block.weight) else whole).append(Outset(block, group, targets))
     known = _small_courses(whole, step)
-    made = [directed(outset, known, step, scratch) for outset in whole] + directed_together(spread, step, shards)
+    made = [directed(outset, known, step, scratch) for outset in whole] + directed_together(spread, step)
     moves = _small_together(_held_together(made, groups[0]["kl_clip"]), known)
-    return [*moves, *_plain(groups, names, covered, held, step, shards)]
+    return [*moves, *_plain(groups, names, covered, held, step)]
 
 
 def _targets(block: Block, group_of: Mapping[int, Group], own: OwnRows) -> list[Target | None]:
@@ -139,7 +137,6 @@ def _plain(
     covered: set[int],
     held: Mapping[int, float | None],
     step: Step,
-    shards: Shards,
 ) -> list[Move]:
     moves: list[Plain] = []
     called: list[str] = []
@@ -157,11 +154,7 @@ def _plain(
             # Rows of a sharded parameter within an RMS each are so together.
             moves.append(Plain(Target(rows, gradient, own), rule, held.get(id(p))))
             called.append(names.get(id(p), "a parameter outside the model"))
-    finite: Sequence[Truth] | None = None
-    if not _all_moderate(moves, step.state):
-        finite = [_finite(move, step) for move in moves]
-    if step.own and moves:
-        finite = _agreed(finite, moves, shards)
+    finite = _finite(moves, step)
     for index, (name, move) in enumerate(zip(called, moves, strict=True)):
         p, numbers, kept = move.target.parameter, move.target.group, move.target.gradient
         if finite is None:
@@ -174,20 +167,31 @@ def _plain(
     return _together(moves)
 
 
-def _finite(move: Plain, step: Step) -> Truth:
-    """Whether a parameter's gradient and buffers are; what is not is taken out of the buffers."""
+def _finite(moves: Sequence[Plain], step: Step) -> Sequence[Truth] | None:
+    """Of which parameters gradient and buffers are, None: of all; what is not is taken out of the buffers.
+
+    Rows of a parameter are finite where those of all processes are.
+    """
+    healthy = _all_moderate(moves, step.state)
+    if not moves or (_agreed([healthy], moves, step)[0] if step.own else healthy):
+        return None
+    fine = [_moderate(move, step) for move in moves]
+    fine = _agreed(fine, moves, step) if step.own else fine
+    buffers = mended([move.target for move in moves], step, together=bool(step.own))
+    return [a & b for a, b in zip(fine, buffers, strict=True)]
+
+
+def _moderate(move: Plain, step: Step) -> Truth:
     p, gradient, numbers = move.target.parameter, move.target.gradient, move.target.group
     gradient = torch.view_as_real(gradient) if gradient.is_complex() else gradient
-    fine = moderate(gradient, "exp_avg_sq" in step.state[p], longest(numbers))
-    return fine & mend(step.state[p], numbers, step.gate)
+    return moderate(gradient, "exp_avg_sq" in step.state[p], longest(numbers))
 
 
-def _agreed(finite: Sequence[Truth] | None, moves: Sequence[Plain], shards: Shards) -> Sequence[Truth] | None:
-    """What is finite in all processes, of whose parameters each has some rows; None: everything."""
-    told = [1.0] * len(moves) if finite is None else [float(fact) for fact in finite]
-    everybody = shards.world.gathered(told, moves[0].target.parameter.device, "whether their gradients are finite")
-    found: list[Truth] = [all(column) for column in zip(*everybody, strict=True)]
-    return None if all(found) else found
+def _agreed(facts: Sequence[Truth], moves: Sequence[Plain], step: Step) -> list[Truth]:
+    """What is true in all processes."""
+    told, device = [float(fact) for fact in facts], moves[0].target.parameter.device
+    everybody = step.shards.world.gathered(told, device, "whether their gradients are finite")
+    return [all(column) for column in zip(*everybody, strict=True)]
 
 
 def _all_moderate(moves: Sequence[Plain], state: State) -> bool:

@@ -27,9 +27,12 @@ def inscribed(
     curvature = dict(state["curvature"])
     layers = curvature.pop("blocks")
     by_parameter = {index: dict(entry) for index, entry in state["state"].items()}
-    for name, layer in layers.items():
-        by_parameter.setdefault(number[id(weights[name])], {})[LAYER] = _text({"name": name, "state": layer})
     # Frozen parameters have no entry when a state is loaded.
+    curvature["blocks"] = {name: layer for name, layer in layers.items() if not weights[name].requires_grad}
+    for name, layer in layers.items():
+        if name in curvature["blocks"]:
+            continue
+        by_parameter.setdefault(number[id(weights[name])], {})[LAYER] = _text({"name": name, "state": layer})
     first = next((i for i, p in enumerate(parameters) if p.requires_grad), 0)
     by_parameter.setdefault(first, {})[REST] = _text(curvature)
     return {"state": by_parameter, "param_groups": state["param_groups"]}
@@ -54,6 +57,7 @@ def read(state: Mapping[str, Any]) -> Mapping[str, Any]:
             layers[layer["name"]] = layer["state"]
         if REST in entry:
             rest = _object(entry.pop(REST))
+            layers |= rest.pop("blocks")
         if entry:
             by_parameter[number[key]] = entry
     at = iter(range(len(names)))

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.nn.parameter import UninitializedParameter
 
+from rkfac import compat
 from rkfac.curvature.block import Block, Group
 from rkfac.optim.coverage import LeftOut
 
@@ -67,7 +68,7 @@ def covered_layer(block: Block, group: Group) -> LayerReport:
     own = block.owned if not covered else block.parameters
     return LayerReport(
         name=block.name,
-        kind=type(block.module).__name__,
+        kind=compat.kind_of(block.module).__name__,
         covered=covered,
         reason=reason,
         parameters=sum(p.numel() for p in own),

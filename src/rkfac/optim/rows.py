@@ -29,7 +29,8 @@ class OwnRows:
 
     def of(self, p: nn.Parameter) -> Tensor:
         """A parameter's, in which a step is taken by changing them in place."""
-        return self._rows.get(id(p), p)
+        rows = self._rows.get(id(p), p)
+        return compat.own_rows(p) if rows is p and compat.is_sharded(p) else rows  # one that no group holds
 
     def gradient(self, p: nn.Parameter) -> Tensor | None:
         """Of the loss of all processes."""
