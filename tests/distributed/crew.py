@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import pickle
 import socket
@@ -45,6 +46,7 @@ def _serve(rank: int, size: int, store: str, pipe: Connection, timeout: float) -
                 answer = pickle.dumps((True, function(*args)))
         except BaseException:
             answer = pickle.dumps((False, traceback.format_exc()))
+        gc.collect()  # optimizers that are gone take their channels along
         pipe.send_bytes(answer)
     torch.distributed.destroy_process_group()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import warnings
@@ -15,7 +16,7 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import rkfac
-from distributed.together import batches, build, even, flat, made, same_everywhere, share, steps_of
+from distributed.together import averaged, batches, build, even, flat, made, same_everywhere, share, steps_of
 from optim import stated
 
 
@@ -341,6 +342,26 @@ def early(how: str) -> tuple[bool, int, int, float]:
         Early.totals, world.summed = real, summed
     difference = float((flat(nets[1]) - flat(nets[0])).abs().max())
     return same_everywhere(flat(nets[1])), len(believed), len(again), difference
+
+
+def channels(optimizers: int) -> tuple[int, int]:
+    """Threads of this process after one optimizer has come and gone, and after many have."""
+    found = []
+    for number in range(1 + optimizers):
+        model = build("mlp")
+        optimizer = made("RSKFAC", model, factor_every=1)
+        for batch in batches("mlp", 2, 12):
+            x, y = share(batch, distributed.get_rank(), even(12, 2))
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            averaged(model)
+            optimizer.step()
+        assert optimizer._company.early._group is not None
+        del optimizer, model
+        gc.collect()
+        if number in (0, optimizers):
+            found.append(len(os.listdir("/proc/self/task")))
+    return found[0], found[1]
 
 
 def died_early() -> tuple[str, float]:

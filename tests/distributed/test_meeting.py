@@ -11,6 +11,7 @@ import torch
 from distributed.crew import Crew
 from distributed.meeting import (
     by_itself,
+    channels,
     counted,
     died,
     died_early,
@@ -134,6 +135,11 @@ def test_a_process_that_is_killed_stops_the_others_with_an_error_and_moves_nothi
         assert crew.processes[1].exitcode == -9
     finally:
         crew.dismiss()
+
+
+def test_an_optimizer_that_is_gone_leaves_no_channel_behind(pair: Crew) -> None:
+    for first, last in pair.run(channels, 5):
+        assert last <= first
 
 
 def test_a_process_that_is_killed_while_sums_leave_early_stops_the_others_too() -> None:

@@ -8,6 +8,7 @@ the same order and in a process group of its own, with zeros for what it has not
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -76,6 +77,8 @@ class Early:
             self._add(some)
         if self._buckets and self._group is None:
             self._group = self._channel()
+            # Its threads wake up a hundred times a second, for as long as it is there.
+            weakref.finalize(self, _hang_up, self._group)
 
     def _add(self, blocks: list[Block]) -> None:
         dtypes = {factor.dtype for block in blocks for factor, _ in block.summands()}
@@ -174,3 +177,8 @@ class Early:
     def learn(self, exponents: Mapping[str, list[int]]) -> None:
         """Units of the coming statistics: those of these."""
         self._units.update(exponents)
+
+
+def _hang_up(channel: Any) -> None:
+    if distributed.is_initialized():
+        distributed.destroy_process_group(channel)
