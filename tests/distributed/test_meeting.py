@@ -36,6 +36,8 @@ from distributed.meeting import (
     tensor_parallel,
     with_a_group_of_one,
 )
+from distributed.together import batches, build, flat, made
+from optim.problems import train
 
 
 @pytest.mark.parametrize(
@@ -107,13 +109,20 @@ def test_the_optimizer_may_be_there_before_the_others_and_notices_when_they_are_
 
 
 @pytest.mark.parametrize("optimizer", ["RSKFAC", "EKFAC", "recommended", "graft-adamw", "stale"])
-def test_a_state_saved_by_two_goes_on_in_two_and_in_four(pair: Crew, crew: Crew, optimizer: str) -> None:
+def test_a_state_saved_by_two_goes_on_in_two_in_four_and_alone(pair: Crew, crew: Crew, optimizer: str) -> None:
     before, after = 7, 8
     (state, kept, end), other = pair.run(saved, optimizer, "convnet", before, after)
     assert torch.equal(end, other[2])
     for got, equal in crew.run(resumed, optimizer, "convnet", state, kept, before, after):
         assert equal
         torch.testing.assert_close(got, end, rtol=0, atol=0.0 if crew.size == 2 else 1e-10)
+    if crew.size == 2:
+        alone = build("convnet")
+        alone.load_state_dict(state)
+        own = made(optimizer, alone)
+        own.load_state_dict(kept)
+        train(alone, own, batches("convnet", before + after, 12)[before:])
+        torch.testing.assert_close(flat(alone), end, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("when", ["agreement", "statistics", "refresh"])
