@@ -40,7 +40,7 @@ from oracles import numpy_kldwrm
 from rkfac.curvature.fisher import Likelihood
 from rkfac.curvature.randomness import repeated
 from rkfac.linalg import host, kronecker, measured
-from rkfac.optim import gate, planning
+from rkfac.optim import directing, gate, planning
 from rkfac.optim.rules import base as rules
 from rkfac.optim.wake import NAME
 
@@ -638,7 +638,7 @@ def test_inner_steps_that_are_not_finite_leave_the_step_of_q() -> None:
 
 
 def test_elsewhere_than_on_a_cpu_nothing_waits_and_the_step_of_q_stands(monkeypatch: pytest.MonkeyPatch) -> None:
-    for room in (host, kronecker, measured, gate, planning, rules):
+    for room in (host, kronecker, measured, gate, planning, directing, rules):
         monkeypatch.setattr(room, "at_once", lambda tensor: False)
     model = mlp()
     other, data = twin(model), [rows() for _ in range(4)]
@@ -660,7 +660,7 @@ def test_elsewhere_the_steps_are_the_same(monkeypatch: pytest.MonkeyPatch) -> No
     model = reader()
     other, data = twin(model), [sentences() for _ in range(4)]
     train(other, exact(other, EARLY, lr=0.1, **EVERY), data)
-    for room in (host, kronecker, measured, gate, planning, rules):
+    for room in (host, kronecker, measured, gate, planning, directing, rules):
         monkeypatch.setattr(room, "at_once", lambda tensor: False)
     train(model, exact(model, EARLY, lr=0.1, **EVERY), data)
     assert_same_parameters(model, other)

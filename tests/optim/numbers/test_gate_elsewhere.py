@@ -16,7 +16,7 @@ from optim.problems import parameters, reader, sentences, step, twin
 from rkfac.curvature.block import Direction
 from rkfac.linalg import Whole, host, kronecker, measured
 from rkfac.optim import clip as clips
-from rkfac.optim import gate, planning
+from rkfac.optim import directing, gate, planning
 from rkfac.optim.gate import Gate, bounded, moderate
 from rkfac.optim.rules import base as rules
 
@@ -24,7 +24,7 @@ from rkfac.optim.rules import base as rules
 @pytest.fixture
 def _elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """All rooms believe that reading a value would wait for a device; the tensors stay where they are."""
-    for room in (host, kronecker, measured, gate, planning, rules):
+    for room in (host, kronecker, measured, gate, planning, directing, rules):
         monkeypatch.setattr(room, "at_once", lambda tensor: False)
 
 
