@@ -14,6 +14,7 @@ from rkfac.distributed.agreement import agree, look_at_weights
 from rkfac.distributed.early import Early
 from rkfac.distributed.ownership import Ownership
 from rkfac.distributed.refresh import refresh
+from rkfac.distributed.sharding import group_of_shards
 from rkfac.distributed.shards import Shards
 from rkfac.distributed.statistics import Pooled, pool
 from rkfac.distributed.world import ALONE, World, world_of
@@ -25,7 +26,10 @@ class Company:
     def __init__(self, model: nn.Module, group: Any, memory: str) -> None:
         """`model` as it was given, wrapped or not; `group`: False, None or a process group."""
         self.memory = memory
-        self._given, self._group = weakref.ref(model), group
+        self._given, self._group = (
+            weakref.ref(model),
+            group_of_shards(model, group),
+        )  # once: a step is no time to look for shards
         self._enter(ALONE)
         self._met = False
 

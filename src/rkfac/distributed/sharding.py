@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from torch import nn
+from torch import distributed, nn
 
 from rkfac import compat
 
@@ -61,7 +61,15 @@ def cut_again(model: nn.Module) -> None:
         module.reshard()
 
 
-def group_of_shards(model: nn.Module) -> Any:
-    """The process group that a model is sharded over, None: it is not sharded."""
+def group_of_shards(model: nn.Module, group: Any) -> Any:
+    """The process group that a model is sharded over, which `group` must not contradict; `group` where it is not sharded."""
     sharded = next((p for p in model.parameters() if compat.is_sharded(p)), None)
-    return None if sharded is None else compat.layout(sharded)[0].get_group()
+    if sharded is None:
+        return group
+    if group is False:
+        raise ValueError("process_group=False: this model is sharded, and no process can train its rows by itself")
+    spread = compat.layout(sharded)[0].get_group()
+    ranks = distributed.get_process_group_ranks
+    if group is not None and ranks(group) != ranks(spread):
+        raise ValueError("process_group= is another group than the one that the model is sharded over")
+    return spread

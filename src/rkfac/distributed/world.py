@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, distributed, nn
 
 from rkfac import compat
-from rkfac.distributed.sharding import group_of_shards
 
 BUCKET = 1 << 25  # bytes that are added up at once: enough to be worth a message, few enough to begin early
 
@@ -155,21 +154,12 @@ def world_of(model: nn.Module, group: Any) -> World:
 
     `group` False: this process trains by itself, whoever else is there.
     """
-    spread = group_of_shards(model)
-    if group is False and spread is not None:
-        raise ValueError("process_group=False: this model is sharded, and no process can train its rows by itself")
     if group is False or not distributed.is_available() or not distributed.is_initialized():
         if group not in (None, False):
             raise ValueError("process_group= needs torch.distributed.init_process_group first")
         return ALONE
     if group is None and isinstance(model, nn.parallel.DistributedDataParallel):
         group = model.process_group
-    if spread is not None:
-        if group is not None and distributed.get_process_group_ranks(group) != distributed.get_process_group_ranks(
-            spread
-        ):
-            raise ValueError("process_group= is another group than the one that the model is sharded over")
-        group = spread
     if compat.inside_join(model):
         raise RuntimeError(
             "model.join() lets processes without data stay away, and the statistics of a step need all of them: give every "
