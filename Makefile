@@ -9,7 +9,7 @@ READY  := $(VENV)/.ready
 $(READY): pyproject.toml requirements/constraints.txt requirements/oracles.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c requirements/constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c requirements/constraints.txt -e ".[lab,dev]"
+	$(BIN)/python -m pip install --quiet -c requirements/constraints.txt -e ".[lab,tensorboard,docs,dev]"
 	$(BIN)/python -m pip install --quiet --no-deps -r requirements/oracles.txt
 	touch $(READY)
 
