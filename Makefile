@@ -2,32 +2,39 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+LAB    := $(VENV)/.lab
 READY  := $(VENV)/.ready
+PIP    := -m pip install --quiet -c requirements/constraints.txt
+CODE   := src tests examples .ci
 
-.PHONY: demo test check lint format types contracts clean
+.PHONY: demo test check lint format types contracts docs wheel clean
 
-$(READY): pyproject.toml requirements/constraints.txt requirements/oracles.txt
+$(LAB): pyproject.toml requirements/constraints.txt  # what the demonstration needs, and no more
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c requirements/constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c requirements/constraints.txt -e ".[lab,tensorboard,docs,dev]"
+	$(BIN)/python $(PIP) torch
+	$(BIN)/python $(PIP) -e ".[lab]"
+	touch $(LAB)
+
+$(READY): $(LAB) requirements/oracles.txt  # what developers need, on top of that
+	$(BIN)/python $(PIP) -e ".[lab,tensorboard,docs,dev]"
 	$(BIN)/python -m pip install --quiet --no-deps -r requirements/oracles.txt
 	touch $(READY)
 
-demo: $(READY)  ## rs-kfac in the place of SGD and AdamW on the embedded workloads: tables, sentences, curves, pages
+demo: $(LAB)  ## rs-kfac in the place of SGD and AdamW on the embedded workloads: tables, sentences, curves, pages
 	$(BIN)/rkfac demo
 
 test: $(READY)  ## the whole test suite
 	$(BIN)/python -m pytest -n 2
 
-check: lint types contracts test  ## everything CI asks for
+check: lint types contracts docs test wheel  ## everything CI asks for
 
 lint: $(READY)
-	$(BIN)/ruff check src tests
-	$(BIN)/ruff format --check src tests
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE)
 
 format: $(READY)
-	$(BIN)/ruff check --fix src tests
-	$(BIN)/ruff format src tests
+	$(BIN)/ruff check --fix $(CODE)
+	$(BIN)/ruff format $(CODE)
 
 types: $(READY)
 	$(BIN)/mypy
@@ -35,5 +42,16 @@ types: $(READY)
 contracts: $(READY)
 	$(BIN)/lint-imports
 
+docs: $(READY)  ## the documentation site, in site/; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+wheel:  ## builds the wheel, installs rkfac[lab] from it in a clean environment, and trains
+	rm -rf build
+	$(PYTHON) -m venv build/clean
+	build/clean/bin/python -m pip wheel --quiet --no-deps --wheel-dir build/wheel .
+	build/clean/bin/python $(PIP) torch
+	build/clean/bin/python $(PIP) "$$(ls build/wheel/rkfac-*.whl)[lab]"
+	cd build && clean/bin/python ../.ci/try_wheel.py clean/bin/rkfac
+
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
