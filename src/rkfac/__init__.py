@@ -1,16 +1,20 @@
 """Randomized K-FAC optimizers for PyTorch."""
 
-from rkfac import linalg, schedules, theory
+from rkfac import layers, linalg, schedules, testing, theory
 from rkfac.curvature import (
     RSVD,
     SREVD,
     Auto,
     Bernoulli,
     Categorical,
+    Decomposition,
     Exact,
     Gaussian,
+    Likelihood,
     Nystrom,
+    Request,
 )
+from rkfac.layers import register
 from rkfac.optim import (
     BKFAC,
     EKFAC,
@@ -48,20 +52,26 @@ __all__ = [
     "Auto",
     "Bernoulli",
     "Categorical",
+    "Decomposition",
     "Exact",
     "Gaussian",
     "InnerSteps",
     "LayerReport",
     "LevenbergMarquardt",
+    "Likelihood",
     "Nystrom",
+    "Request",
     "Spectra",
     "classical_defaults",
     "kld_wrm_defaults",
+    "layers",
     "linalg",
     "paper_defaults",
     "paper_schedules",
     "recipe",
+    "register",
     "schedules",
     "seng_defaults",
+    "testing",
     "theory",
 ]

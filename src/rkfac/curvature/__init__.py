@@ -1,7 +1,7 @@
 """Curvature over time: capture, running Kronecker factors, their decompositions, one block a layer."""
 
 from rkfac.curvature.block import Block, Settings
-from rkfac.curvature.decompose import RSVD, SREVD, Auto, Decomposition, Exact, Nystrom
+from rkfac.curvature.decompose import RSVD, SREVD, Auto, Decomposition, Exact, Nystrom, Request
 from rkfac.curvature.fisher import Bernoulli, Categorical, Gaussian, Likelihood
 
 __all__ = [
@@ -16,5 +16,6 @@ __all__ = [
     "Gaussian",
     "Likelihood",
     "Nystrom",
+    "Request",
     "Settings",
 ]

@@ -8,8 +8,9 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from rkfac import compat
-from rkfac.layers.base import Container, KroneckerAdapter, register
+from rkfac.layers.base import Container, KroneckerAdapter
 from rkfac.layers.linear import LinearAdapter
+from rkfac.layers.registry import register
 
 
 class ProjectionAdapter(LinearAdapter):

@@ -1,4 +1,4 @@
-"""The adapter contract and the registry.
+"""The adapter contract: what is known of a module's calls.
 
 A Kronecker adapter turns a module's input x and the gradient at its output into rows a (n, d_in) and g (n, d_out) such
 that sum_n g_n a_n^T is the gradient of the weight as a matrix, the bias being the last column of a (all ones). Rows of a
@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -235,99 +235,14 @@ class Use:
         return self.module if self.within is None else self.within.module
 
 
-Recogniser = Callable[[nn.Module], Adapter | Uncovered | None]
-
-
-def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """A module's own parameters by name, those of its children left out."""
-    return dict(module.named_parameters(recurse=False, remove_duplicate=False))
-
-
-_REGISTRY: dict[type[nn.Module], Adapter | Container] = {}
-_RECOGNISERS: list[Recogniser] = []
-A = TypeVar("A", bound=type[Adapter] | type[Container])
-
-
-def recognises(recogniser: Recogniser) -> Recogniser:
-    """Decorator: this function knows modules of libraries that are not imported here; None: not this one."""
-    _RECOGNISERS.append(recogniser)
-    return recogniser
-
-
-def register(*modules: type[nn.Module]) -> Callable[[A], A]:
-    """Class decorator: this adapter serves these module classes."""
-
-    def enrol(adapter: A) -> A:
-        for module in modules:
-            _REGISTRY[module] = adapter()
-        return adapter
-
-    return enrol
-
-
-def uses_of(name: str, module: nn.Module) -> dict[str, Use | Uncovered]:
-    """What a module of this name uses, by name: itself, or all that it uses in the place of its children's calls."""
-    served = _served(module)
-    if not isinstance(served, Container):
-        return {name: served if isinstance(served, Uncovered) else Use(name, module, served)}
-    within, found = Within(module, served), dict[str, Use | Uncovered]()
-    for inner, (owner, adapter) in served.inner(module).items():
-        full = ".".join(part for part in (name, inner) if part)
-        plain = adapter.plain_weight(owner) is not None
-        found[full] = Use(full, owner, adapter, within) if plain else NOT_PLAIN
-    return found
-
-
-def adapter_for(module: nn.Module) -> Adapter | Uncovered:
-    """The adapter that serves a module's calls, or the reason why none does."""
-    served = _served(module)
-    return Uncovered(f"no adapter for {compat.kind_of(module).__name__}") if isinstance(served, Container) else served
-
-
-def _served(module: nn.Module) -> Adapter | Container | Uncovered:
-    """A subclass is served only if it kept its ancestor's `forward`; one with a forward of its own may mean anything."""
-    if any(isinstance(p, nn.parameter.UninitializedParameter) for p in own_parameters(module).values()):
-        return Uncovered("its parameters are not initialised yet: run one forward before building the optimizer")
-    for base, adapter in _REGISTRY.items():
-        if not isinstance(module, base):
-            continue
-        if reason := overridden(module, base):
-            return Uncovered(reason)
-        if isinstance(adapter, Container):
-            return adapter
-        if adapter.plain_weight(module) is None:
-            return NOT_PLAIN
-        reason = adapter.refusal(module)
-        return Uncovered(reason) if reason else adapter
-    for recogniser in _RECOGNISERS:
-        found = recogniser(module)
-        if found is not None:
-            return found
-    return Uncovered(f"no adapter for {compat.kind_of(module).__name__}")
-
-
-def overridden(module: nn.Module, base: type[nn.Module]) -> str:
-    """Which method of its ancestor a module has replaced, as a reason, or an empty string."""
-    for method in ("forward", "_conv_forward"):  # the second is what a convolution's forward calls
-        own = module.__dict__.get(method, getattr(type(module), method, None))
-        if own is not getattr(base, method, None):
-            return f"{compat.kind_of(module).__name__} overrides {method} of {base.__name__}"
-    return ""
-
-
-def is_container(module: nn.Module) -> bool:
-    """Whether a module is of a class that uses its children's weights without calling them, covered or not."""
-    return any(isinstance(module, base) for base, kind in _REGISTRY.items() if isinstance(kind, Container))
-
-
-def known_classes() -> tuple[str, ...]:
-    """Names of the module classes the registry knows."""
-    return tuple(kind.__name__ for kind in _REGISTRY)
-
-
 def statistics_dtype(x: Tensor) -> torch.dtype:
     """Statistics never go below float32, whatever autocast did to the forward pass."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def precise(x: Tensor) -> Tensor:
+    """The same numbers in float32 or better; indices stay what they are."""
+    return x.to(statistics_dtype(x)) if x.is_floating_point() else x
 
 
 def by_position(x: Tensor, drawn: Tensor | None, trailing: int = 1) -> Tensor:

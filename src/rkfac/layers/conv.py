@@ -17,10 +17,10 @@ from rkfac.layers.base import (
     MAX_CHUNK,
     KroneckerAdapter,
     append_one,
-    register,
     statistics_dtype,
     sum_of_positions,
 )
+from rkfac.layers.registry import register
 
 Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
 

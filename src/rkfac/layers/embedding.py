@@ -8,7 +8,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from rkfac.layers.base import KroneckerAdapter, by_position, register, statistics_dtype
+from rkfac.layers.base import KroneckerAdapter, by_position, statistics_dtype
+from rkfac.layers.registry import register
 
 
 @register(nn.Embedding)

@@ -10,59 +10,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rkfac import compat
-from rkfac.layers.base import (
-    Adapter,
-    Uncovered,
-    UnitAdapter,
-    by_position,
-    own_parameters,
-    recognises,
-    register,
-    statistics_dtype,
-)
+from rkfac.layers.base import Adapter, Uncovered
+from rkfac.layers.registry import own_parameters, recognises, register
+from rkfac.layers.scale import ChannelScaleAdapter, ScaleAdapter
 
-
-class _NormAdapter(UnitAdapter):
-    """Scale gradients are sum g x_hat, shift gradients sum g, over the positions of a sample."""
-
-    def normalised(self, module: nn.Module, x: Tensor) -> Tensor:
-        """The input normalised anew: (output - shift) / scale would break where a scale is zero."""
-        raise AssertionError("every norm adapter defines normalised")
-
-    def by_unit(self, module: nn.Module, t: Tensor, sharing: str) -> Tensor:
-        """(samples, units, positions)."""
-        return t.reshape(t.shape[0], t.shape[1], -1)
-
-    def taken(self, module: nn.Module, t: Tensor, sharing: str, drawn: Tensor | None) -> Tensor:
-        """The drawn samples, or all."""
-        return t if drawn is None else t[drawn]
-
-    def normalised_rows(
-        self, module: nn.Module, x: Tensor, dtype: torch.dtype, sharing: str, drawn: Tensor | None
-    ) -> Tensor:
-        """What was drawn of the normalised input: a sample's normalisation does not ask for the others."""
-        return self.normalised(module, self.taken(module, x, sharing, drawn).to(dtype))
-
-    def count(self, module: nn.Module, g: Tensor, sharing: str) -> int:
-        """Samples."""
-        return g.shape[0]
-
-    def unit_gradients(
-        self, module: nn.Module, x: Tensor, g: Tensor, sharing: str, drawn: Tensor | None = None
-    ) -> Tensor:
-        """(samples, units, 2), or (samples, units, 1) without a trained shift."""
-        g = self.taken(module, g, sharing, drawn).to(statistics_dtype(g))
-        scale = self.by_unit(module, g * self.normalised_rows(module, x, g.dtype, sharing, drawn), sharing).sum(-1)
-        if not self.has_bias(module):
-            return scale[..., None]
-        return torch.stack([scale, self.by_unit(module, g, sharing).sum(-1)], dim=-1)
+# Inputs are normalised anew: (output - shift) / scale would break where a scale is zero.
 
 
 @register(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-class BatchNormAdapter(_NormAdapter):
+class BatchNormAdapter(ChannelScaleAdapter):
     """Batch statistics in training mode, running ones in evaluation mode, as in the forward itself."""
 
-    def normalised(self, module: nn.Module, x: Tensor) -> Tensor:
+    def inputs(self, module: nn.Module, x: Tensor) -> Tensor:
         """By the mean and variance in force."""
         norm = cast(nn.BatchNorm2d, module)
         if norm.training or norm.running_mean is None or norm.running_var is None:
@@ -70,78 +29,44 @@ class BatchNormAdapter(_NormAdapter):
         mean, variance = norm.running_mean.to(x), norm.running_var.to(x)
         return F.batch_norm(x, mean, variance, training=False, eps=norm.eps)
 
-    def normalised_rows(
+    def drawn_inputs(
         self, module: nn.Module, x: Tensor, dtype: torch.dtype, sharing: str, drawn: Tensor | None
     ) -> Tensor:
         """What was drawn after all were normalised together."""
-        return self.taken(module, self.normalised(module, x.to(dtype)), sharing, drawn)
-
-    def samples(self, module: nn.Module, x: Tensor) -> int | None:
-        """The first dimension."""
-        return x.shape[0]
+        return self.taken(module, self.inputs(module, x.to(dtype)), sharing, drawn)
 
 
 @register(nn.GroupNorm)
-class GroupNormAdapter(_NormAdapter):
+class GroupNormAdapter(ChannelScaleAdapter):
     """Statistics of a sample's channel groups."""
 
-    def normalised(self, module: nn.Module, x: Tensor) -> Tensor:
+    def inputs(self, module: nn.Module, x: Tensor) -> Tensor:
         """By each group's mean and variance."""
         norm = cast(nn.GroupNorm, module)
         return F.group_norm(x, norm.num_groups, eps=norm.eps)
 
-    def samples(self, module: nn.Module, x: Tensor) -> int | None:
-        """The first dimension."""
-        return x.shape[0]
-
-
-class _LastDimensions(_NormAdapter):
-    """Units are the trailing dimensions; what stands before them are samples, or samples and positions ("reduce")."""
-
-    def units(self, module: nn.Module) -> tuple[int, ...]:
-        """The trailing dimensions."""
-        return tuple(cast(nn.LayerNorm, module).normalized_shape)
-
-    def by_unit(self, module: nn.Module, t: Tensor, sharing: str) -> Tensor:
-        """(samples, units, positions)."""
-        units = self.units(module)
-        t = t.flatten(t.ndim - len(units))
-        samples = t.shape[0] if sharing == "reduce" and t.ndim > 1 else t[..., 0].numel()
-        return t.reshape(samples, -1, t.shape[-1]).mT
-
-    def taken(self, module: nn.Module, t: Tensor, sharing: str, drawn: Tensor | None) -> Tensor:
-        """The drawn samples; every leading position is one ("expand")."""
-        if drawn is None or sharing == "reduce":
-            return super().taken(module, t, sharing, drawn)
-        return by_position(t, drawn, len(self.units(module)))
-
-    def count(self, module: nn.Module, g: Tensor, sharing: str) -> int:
-        """Leading positions, or the first dimension alone."""
-        units = self.units(module)
-        return g.shape[0] if sharing == "reduce" and g.ndim > len(units) else g.numel() // math.prod(units)
-
 
 @register(nn.LayerNorm)
-class LayerNormAdapter(_LastDimensions):
+class LayerNormAdapter(ScaleAdapter):
     """Mean and variance of the trailing dimensions."""
 
-    def normalised(self, module: nn.Module, x: Tensor) -> Tensor:
+    def inputs(self, module: nn.Module, x: Tensor) -> Tensor:
         """By mean and variance."""
         norm = cast(nn.LayerNorm, module)
         return F.layer_norm(x, norm.normalized_shape, eps=norm.eps)
 
 
 @register(nn.RMSNorm)
-class RMSNormAdapter(_LastDimensions):
+class RMSNormAdapter(ScaleAdapter):
     """Root mean square of the trailing dimensions."""
 
-    def normalised(self, module: nn.Module, x: Tensor) -> Tensor:
+    def inputs(self, module: nn.Module, x: Tensor) -> Tensor:
         """By the root mean square."""
         norm = cast(nn.RMSNorm, module)
         return F.rms_norm(x, norm.normalized_shape, eps=norm.eps)
 
 
-class RMSLikeAdapter(_LastDimensions):
+class RMSLikeAdapter(ScaleAdapter):
     """Somebody's own x / sqrt(mean x^2 + eps) * weight, or * (1 + weight): the weight's gradient is the same."""
 
     bias_name = None
@@ -149,11 +74,7 @@ class RMSLikeAdapter(_LastDimensions):
     def __init__(self, weight_name: str, eps: float) -> None:
         self.weight_name, self.eps = weight_name, eps
 
-    def units(self, module: nn.Module) -> tuple[int, ...]:
-        """The last dimension."""
-        return tuple(self.weight(module).shape)
-
-    def normalised(self, module: nn.Module, x: Tensor) -> Tensor:
+    def inputs(self, module: nn.Module, x: Tensor) -> Tensor:
         """By the root mean square; an input of zero stays zero."""
         square = x.square().mean(-1, keepdim=True) + self.eps
         return x * square.clamp_min(torch.finfo(x.dtype).tiny).rsqrt()
