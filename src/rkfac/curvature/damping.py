@@ -8,15 +8,31 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from rkfac.curvature.factor import DenseFactor, Factor
-from rkfac.linalg import Diagonal, LowRank, Multipliers, factored, product
+from rkfac.curvature.factor import Factor
+from rkfac.linalg import Diagonal, Energies, LowRank, Multipliers, factored, product, products
 
 Low = LowRank | Diagonal
+
+
+class Known(Protocol):
+    """What a rule asks of a factor whose decomposition is in use, wherever that is kept."""
+
+    @property
+    def low(self) -> Low:
+        """The decomposition."""
+
+    @property
+    def mean(self) -> Tensor:
+        """Mean eigenvalue when that was made, a number a group."""
+
+    @property
+    def learns(self) -> bool:
+        """Whether it is more than an identity that stands for a side left out."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +50,7 @@ class Damping(ABC):
         """Whether all it asks of a factor are its trace and the inverse of the damped factor."""
         return self.power == -1.0 and self.relative_to != "largest"
 
-    def size(self, factor: Factor[Any]) -> Tensor:
+    def size(self, factor: Known) -> Tensor:
         """The eigenvalue that damping is measured in, a number a group; 1 for an absolute damping."""
         if self.relative_to is None:
             return torch.ones_like(factor.mean)
@@ -48,13 +64,28 @@ class Damping(ABC):
         return factor.low.s.amax() if self.relative_to == "largest" and factor.ready else mean
 
     @abstractmethod
-    def shares(self, damping: float, A: Factor[Any], G: Factor[Any]) -> tuple[Tensor, Tensor]:
+    def shares(self, damping: float, A: Known, G: Known) -> tuple[Tensor, Tensor]:
         """What is added to the input and to the output factor's eigenvalues, a number a group, in float64."""
+
+    def beside(self, damping: float, A: Factor[Any], G: Factor[Any]) -> tuple[Tensor, Tensor]:
+        """What the eigenvalues of the input and of the output factor in use are to be compared with."""
+        return self.shares(damping, A, G)
 
     def multipliers(self, damping: float, A: Factor[Any], G: Factor[Any]) -> Multipliers:
         """The damped inverse of the two factors in use, or another power."""
         damping_A, damping_G = self.shares(damping, A, G)
         return factored(G.low, A.low, damping_G, damping_A, self.power)
+
+    def eigenvalues(self, damping: float, A: Known, G: Known) -> Tensor:
+        """Of the damped curvature, one for every pair of modes: a row a mode of G, rests last."""
+        damping_A, damping_G = self.shares(damping, A, G)
+        return products(G.low, A.low, damping_G, damping_A)
+
+    def beside_moments(self, damping: float, moments: Energies) -> Tensor:
+        """What is added to second moments that stand in the place of products of eigenvalues, a number a group."""
+        if self.relative_to is None:
+            return torch.full_like(moments.largest, damping)
+        return in_units_of(damping, moments.mean() if self.relative_to == "mean" else moments.largest)
 
     def multiply(self, D: Tensor, damping: float, A: Factor[Any], G: Factor[Any]) -> Tensor:
         """The damped curvature times D: (G + l_G) D (A + l_A)."""
@@ -72,7 +103,7 @@ class Damping(ABC):
             return damping, True
         return float(in_units_of(damping, self.expected_size(own))), False
 
-    def unit(self, damping: float, factor: DenseFactor) -> Tensor:
+    def unit(self, damping: float, factor: Known) -> Tensor:
         """What is added to the small blocks of a norm: one number for all units."""
         sizes = self.size(factor)
         return in_units_of(damping, sizes.mean() if self.relative_to == "mean" else sizes.amax())
@@ -82,7 +113,7 @@ class Damping(ABC):
 class Factored(Damping):
     """l on each factor: the paper's rule (Algorithms 1 and 4)."""
 
-    def shares(self, damping: float, A: Factor[Any], G: Factor[Any]) -> tuple[Tensor, Tensor]:
+    def shares(self, damping: float, A: Known, G: Known) -> tuple[Tensor, Tensor]:
         """damping, or damping times each factor's own mean or largest eigenvalue."""
         of_A, of_G = (in_units_of(damping, self.size(factor)) * factor.learns for factor in (A, G))
         return of_A, of_G
@@ -95,7 +126,7 @@ class Factored(Damping):
 class _Joint(Damping):
     """Rules that damp the product of both spectra."""
 
-    def total(self, damping: float, A: Factor[Any], G: Factor[Any]) -> Tensor:
+    def total(self, damping: float, A: Known, G: Known) -> Tensor:
         """What is added to the product of eigenvalues."""
         return in_units_of(damping, self.size(A) * self.size(G))
 
@@ -113,14 +144,24 @@ class Product(_Joint):
         """No: it acts on both factors at once."""
         return False
 
-    def shares(self, damping: float, A: Factor[Any], G: Factor[Any]) -> tuple[Tensor, Tensor]:
+    def shares(self, damping: float, A: Known, G: Known) -> tuple[Tensor, Tensor]:
         """The whole damping stands on the input side; the output side is 1 by convention."""
         total = self.total(damping, A, G)
         return total, torch.ones_like(total)
 
+    def beside(self, damping: float, A: Factor[Any], G: Factor[Any]) -> tuple[Tensor, Tensor]:
+        """The whole damping over the other side's largest eigenvalue: beside the products that are damped least."""
+        total = self.total(damping, A, G)
+        of_A, of_G = (torch.where(f.low.largest > 0, total / f.low.largest, total) for f in (G, A))
+        return of_A, of_G
+
     def multipliers(self, damping: float, A: Factor[Any], G: Factor[Any]) -> Multipliers:
         """Does not factor."""
         return product(G.low, A.low, self.total(damping, A, G), self.power)
+
+    def eigenvalues(self, damping: float, A: Known, G: Known) -> Tensor:
+        """g a + l."""
+        return products(G.low, A.low) + self.total(damping, A, G)[..., None, None]
 
     def multiply(self, D: Tensor, damping: float, A: Factor[Any], G: Factor[Any]) -> Tensor:
         """G D A + l D."""
@@ -139,7 +180,7 @@ class Product(_Joint):
 class Pi(_Joint):
     """sqrt(l) on each factor, times and over the square root of the ratio of their mean eigenvalues (Martens, Grosse)."""
 
-    def shares(self, damping: float, A: Factor[Any], G: Factor[Any]) -> tuple[Tensor, Tensor]:
+    def shares(self, damping: float, A: Known, G: Known) -> tuple[Tensor, Tensor]:
         """pi sqrt(l) and sqrt(l) / pi."""
         total = self.total(damping, A, G)
         if not (A.learns and G.learns):  # the other side is the identity, and stays it

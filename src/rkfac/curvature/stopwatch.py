@@ -21,6 +21,7 @@ class Stopwatch:
         self._event = event or (lambda: torch.cuda.Event(enable_timing=True))
         self._total = dict.fromkeys(phases, 0.0)
         self._running: list[tuple[str, Any, Any]] = []
+        self.began: float | None = None  # when the first was timed, by the host's clock
 
     def add(self, phase: str, seconds: float) -> None:
         """Count what was done for several at once."""
@@ -29,6 +30,8 @@ class Stopwatch:
     @contextmanager
     def timed(self, phase: str, device: torch.device) -> Iterator[None]:
         """Count what happens inside."""
+        if self.began is None:
+            self.began = time.perf_counter()
         if device.type != "cuda":
             begin = time.perf_counter()
             try:

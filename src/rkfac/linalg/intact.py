@@ -64,6 +64,11 @@ class Intact(LowRank):
         return None
 
     @property
+    def largest(self) -> Float[Tensor, ""]:
+        """At most the Frobenius norm: nobody waits for eigenvalues to look at it."""
+        return torch.linalg.vector_norm(self.matrix).double() * self.scale + self.shift
+
+    @property
     def dim(self) -> int:
         """Size d of the matrix."""
         return self.matrix.shape[-1]

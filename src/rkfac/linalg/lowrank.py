@@ -55,6 +55,11 @@ class LowRank:
         """Eigenvalue that stands for every discarded one: the tail, or zero."""
         return self.s.new_zeros(self.s.shape[:-1]) if self.tail is None else self.tail
 
+    @property
+    def largest(self) -> Float[Tensor, "*batch"]:
+        """Largest eigenvalue, or a bound on it where it is not known without a decomposition."""
+        return self.s.amax(-1)
+
     def trace(self) -> Float[Tensor, "*batch"]:
         """Trace of the approximation, tail included."""
         return (self.s.double().sum(-1) + (self.dim - self.rank) * self.fill.double()).to(self.s.dtype)

@@ -33,6 +33,11 @@ class Diagonal:
         return True
 
     @property
+    def largest(self) -> Float[Tensor, ""]:
+        """Largest entry."""
+        return self.s.amax(-1)
+
+    @property
     def dim(self) -> int:
         """Size d of the matrix."""
         return self.s.shape[-1]

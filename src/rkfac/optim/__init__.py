@@ -1,6 +1,7 @@
 """The optimizers: torch.optim.Optimizer shells around blocks of curvature."""
 
 from rkfac.optim.adaptive import LevenbergMarquardt
+from rkfac.optim.advice import Advice, Remark
 from rkfac.optim.bkfac import BKFAC
 from rkfac.optim.ekfac import EKFAC
 from rkfac.optim.kfac import KFAC, RSKFAC, SREKFAC
@@ -13,7 +14,7 @@ from rkfac.optim.presets import (
     recipe,
     seng_defaults,
 )
-from rkfac.optim.report import LayerReport, Spectra
+from rkfac.optim.report import LayerReport, Report, Spectra
 from rkfac.optim.seng import SENG
 from rkfac.optim.skfac import SKFAC
 from rkfac.optim.wake import InnerSteps
@@ -27,9 +28,12 @@ __all__ = [
     "SENG",
     "SKFAC",
     "SREKFAC",
+    "Advice",
     "InnerSteps",
     "LayerReport",
     "LevenbergMarquardt",
+    "Remark",
+    "Report",
     "Spectra",
     "classical_defaults",
     "kld_wrm_defaults",

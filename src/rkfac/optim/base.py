@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -25,7 +26,8 @@ from rkfac.layers import Adapter, KroneckerAdapter, TiedAdapter, Uncovered, Unit
 from rkfac.optim import memory as saved_states
 from rkfac.optim import portable
 from rkfac.optim.adaptive import LevenbergMarquardt, Watch
-from rkfac.optim.amp import loss_scale
+from rkfac.optim.advice import Advice, advice
+from rkfac.optim.amp import loss_scale, scaler_of
 from rkfac.optim.arguments import GROUP_RULES, check_group, check_power, refuse_lacking, refuse_whole
 from rkfac.optim.collecting import begin, commit, notice_unseen, retire
 from rkfac.optim.compiled import run_eagerly, unwrapped
@@ -33,9 +35,11 @@ from rkfac.optim.coverage import Choice, LeftOut, cover, owners_of, warn_of_litt
 from rkfac.optim.directing import Step
 from rkfac.optim.gate import Gate
 from rkfac.optim.moves import Move, Rules
+from rkfac.optim.owner import model_of
 from rkfac.optim.pinning import pin
 from rkfac.optim.planning import planned
-from rkfac.optim.report import LayerReport, Spectra, covered_layer, described, listed, spectra, uncovered_layer
+from rkfac.optim.report import Report, Spectra, covered_layer, described, spectra, uncovered_layer
+from rkfac.optim.report_text import listed
 from rkfac.optim.rows import OwnRows
 from rkfac.optim.rules import GRAFTS, Rule
 from rkfac.optim.scratch import Scratch
@@ -44,9 +48,6 @@ from rkfac.optim.stagger import turns
 
 class CurvatureOptimizer(torch.optim.Optimizer):
     """Preconditions the layers it covers and trains every other parameter by the fallback rule."""
-
-    # GradScaler then hands over its scale instead of unscaling itself: the statistics carry the same factor.
-    _step_supports_amp_scaling = True
 
     # Which block serves which kind of layer: what makes an optimizer of another mathematics.
     block_types: ClassVar[Mapping[type, Callable[..., Block | str]]] = {
@@ -64,7 +65,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Iterable[Any],
         params: Iterable[Any] | None,
         defaults: dict[str, Any],
         settings: Settings,
@@ -78,8 +79,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         process_group: Any = None,
         memory: str = "replicated",
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise ValueError(f"model must be an nn.Module, got {type(model).__name__}; parameters go into params=")
+        model, params = model_of(model, params)
         cut_again(model)
         refuse_sharded(model)
         self._settings = settings
@@ -90,6 +90,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         self._gate = Gate(settings.max_failures)
         self._scratch = Scratch()
         self._step = 0
+        self._stepped = 0.0  # when the last step ended, by the host's clock
         self._closed = False
         self._paused = False
         self._company = Company(model, process_group, memory)
@@ -309,13 +310,8 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         self._refuse_sparse()
         assert self._capture is not None
         self._capture.check()
-        self._refuse_scaler()
-        scaled = loss_scale(self, self._all_parameters(), self._grad_scaler, self._settings.sampled)
-        if scaled is None:
-            self._company.skip()
-            self._capture.forget()
-            self._discard()
-            return loss
+        scaler = scaler_of(self, self._grad_scaler)
+        self._refuse_scaler(scaler)
         with full_precision(p.device for p in self._all_parameters()):
             collecting = self._capture.active
             retire(self._blocks.values(), self._capture, owners_of(self._model) if collecting else None)
@@ -323,7 +319,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             if self._settings.backward:
                 self._company.agree_on_natural(self._blocks.values())
             spoilt = self._meet() if collecting else ()
-            scale = scaled if isinstance(scaled, Tensor) else None
+            scale = loss_scale(scaler)
             commit(self._blocks.values(), self._group, scale, self._gate, self._company.world.size, spoilt)
             self._refresh()
             watch = self._watched()
@@ -333,6 +329,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         if watch is not None and closure is not None:
             self._adapt(watch, loss, closure)
         self._step += 1
+        self._stepped = time.perf_counter()
         for block in self._blocks.values():
             if block.pace is not None:
                 block.pace.tick()
@@ -375,9 +372,9 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         if any(p.grad is not None and p.grad.is_sparse for p in self._all_parameters()):
             raise RuntimeError("sparse gradients are not supported: build nn.Embedding with sparse=False")
 
-    def _refuse_scaler(self) -> None:
+    def _refuse_scaler(self, scaler: Any) -> None:
         """Each process would find infinities in its own rows, and skip steps by itself."""
-        if getattr(self, "found_inf", None) is not None and any(map(compat.is_sharded, self._all_parameters())):
+        if scaler is not None and any(map(compat.is_sharded, self._all_parameters())):
             raise RuntimeError(
                 "a GradScaler is not supported with a sharded model: train in bfloat16 (fully_shard's mp_policy=) instead"
             )
@@ -530,13 +527,24 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 self._capture.draw_by_hand(output)
 
-    def report(self) -> list[LayerReport]:
-        """One record a layer: what it keeps and costs, or why it is left to the fallback rule.
+    def report(self) -> Report:
+        """One record a layer: what it keeps and costs, or why it is left to the fallback rule; printed, it is a table.
 
         Seconds are the host's on a CPU and the device's own on a GPU, which is waited for here and never in a step.
         """
         covered = [covered_layer(block, self._group(block)) for block in self._blocks.values()]
-        return covered + [uncovered_layer(name, left) for name, left in self._reasons.items()]
+        left = [uncovered_layer(name, left) for name, left in self._reasons.items()]
+        refused = tuple(name for name, times in self._gate.counts.items() if times)
+        numbers = ("factor_every", "inverse_every", "factor_decay", "rank", "damping", "lr")
+        first = {name: self.param_groups[0][name] for name in numbers if name in self.param_groups[0]}
+        began = [block.began for block in self._blocks.values() if block.began is not None]
+        elapsed = max(self._stepped - min(began), 0.0) if began else 0.0
+        settings = {**first, "rows": self._settings.rows, "tail": self._settings.tail}
+        return Report([*covered, *left], self._step, elapsed, self._fallback, settings, refused)
+
+    def advise(self) -> Advice:
+        """What the numbers of `report()` mean, in words: one remark for each thing that stands out, none if nothing does."""
+        return advice(self.report())
 
     def spectrum(self, name: str) -> Spectra:
         """Exact eigenvalues of a layer's two running factors, descending."""

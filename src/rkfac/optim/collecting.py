@@ -14,7 +14,7 @@ from torch import Tensor
 from rkfac.curvature.block import Block
 from rkfac.curvature.capture import Capture
 from rkfac.optim.gate import Gate
-from rkfac.optim.report import listed
+from rkfac.optim.report_text import listed
 
 GroupOf = Callable[[Block], dict[str, Any]]
 PATIENCE = 50  # steps at most until a layer that never was seen is named

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rkfac.linalg import Number, Truth, at_once, peak
-from rkfac.optim.report import listed
+from rkfac.optim.report_text import listed
 
 
 class Gate:

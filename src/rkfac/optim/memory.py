@@ -14,7 +14,7 @@ from torch import Tensor
 from rkfac import compat
 from rkfac.curvature.block import Block, Settings
 from rkfac.curvature.fisher import Likelihood
-from rkfac.optim.report import listed
+from rkfac.optim.report_text import listed
 
 STATE_FORMAT = 7
 

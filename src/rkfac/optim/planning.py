@@ -63,7 +63,10 @@ def planned(
         (spread if compat.is_sharded(block.weight) else whole).append(Outset(block, group, targets))
     known = _small_courses(whole, step)
     made = [directed(outset, known, step, scratch) for outset in whole] + directed_together(spread, step)
-    moves = _small_together(_held_together(made, groups[0]["kl_clip"]), known)
+    clipped = _held_together(made, groups[0]["kl_clip"])
+    for move in clipped:
+        move.block.stepped()
+    moves = _small_together(clipped, known)
     return [*moves, *_plain(groups, names, covered, held, step)]
 
 

@@ -57,6 +57,8 @@ class Block(ABC):
         self.rows = 0  # that the layer's gradient was the sum of at the last statistics
         self.alone = True  # whether .grad is the sum of what this process has seen
         self.clip: Number | None = None
+        self.steps = 0  # that were preconditioned
+        self._clipped: Number = 0
         self._stopwatch = Stopwatch(("statistics", "refresh", "apply"))
         self.version = 0  # of the basis: what is derived from it belongs to one version and one damping
         self._adapter = adapter
@@ -414,6 +416,19 @@ class Block(ABC):
         self.passed.drop()
         self._held = None if rowwise is None or gradient is None else weakref.ref(gradient)
 
+    def stepped(self) -> None:
+        """A step is about to be taken, of which `clip` is left; nothing waits for a device that knows it."""
+        self.steps += 1
+        if self.clip is not None:
+            acted = (self.clip < 1) * (self.clip > 0)  # zero: the step was refused
+            known = torch.as_tensor(self._clipped, device=acted.device) if isinstance(acted, Tensor) else self._clipped
+            self._clipped = known + acted
+
+    @property
+    def clipped(self) -> int:
+        """How many of `steps` a clip has shortened; waits for a GPU."""
+        return int(self._clipped)
+
     # --- memory
 
     def state_dict(self) -> dict[str, Any]:
@@ -475,3 +490,8 @@ class Block(ABC):
     def seconds(self) -> dict[str, float]:
         """Spent in each phase so far; waits for a GPU."""
         return self._stopwatch.seconds()
+
+    @property
+    def began(self) -> float | None:
+        """When it was first at work, by the host's clock."""
+        return self._stopwatch.began

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from rkfac.curvature.block.kronecker import KroneckerBlock, kronecker_of
 from rkfac.curvature.block.settings import Group, Settings
-from rkfac.curvature.damping import in_units_of
 from rkfac.curvature.factor import Refreshed
 from rkfac.curvature.factor.base import restored
 from rkfac.layers.base import MAX_CHUNK, KroneckerAdapter, Use
@@ -159,10 +158,7 @@ class EigenBlock(KroneckerBlock):
 
     def _damping(self, damping: float) -> Tensor:
         """What is added to all moments, a number a group."""
-        measure, found = self.settings.damping.relative_to, self.energies
-        if measure is None:
-            return torch.full_like(found.largest, damping)
-        return in_units_of(damping, found.mean() if measure == "mean" else found.largest)
+        return self.settings.damping.beside_moments(damping, self.energies)
 
     def _multipliers(self, damping: float) -> Multipliers:
         """(M + l)^power."""
@@ -208,6 +204,10 @@ class EigenBlock(KroneckerBlock):
         """The moments belong to the basis."""
         known = super().nbytes
         return known | {"basis": known["basis"] + (0 if self._energies is None else self._energies.means.nbytes)}
+
+    def _visible(self, group: Group) -> dict[str, float]:
+        """Its damping stands beside second moments, not beside eigenvalues."""
+        return {}
 
     def facts(self, group: Group) -> dict[str, Any]:
         """The whole damping stands on the input side, as under the product rule."""

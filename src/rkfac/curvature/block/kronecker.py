@@ -375,7 +375,25 @@ class KroneckerBlock(Block):
         if self.ready:
             shares = self.settings.damping.shares(group["damping"], self.input, self.output)
             facts["damping_input"], facts["damping_output"] = (float(share.mean()) for share in shares)
+            facts |= self._visible(group)
         return facts
+
+    def _visible(self, group: Group) -> dict[str, float]:
+        """Beside the damping of each side: the largest mode, and how much too far a step may go along one that was cut off.
+
+        None of those is larger than the smallest one kept, nor than all that was cut off.
+        """
+        found: dict[str, float] = {}
+        damping = self.settings.damping.beside(group["damping"], self.input, self.output)
+        for (side, factor), l in zip(self.factors.items(), damping, strict=True):
+            if factor.learns:
+                found[f"largest_{side}"] = float((factor.low.largest / l).amax())
+                if not factor.low.full:
+                    low, d = factor.low, factor.shape[-1]
+                    most = torch.minimum(low.s[..., -1], (d * factor.mean - low.s.sum(-1)).clamp_min(0))
+                    ratio = (most + l) / (low.fill + l)
+                    found[f"cut_{side}"] = float(ratio.amax() ** -self.settings.damping.power)
+        return found
 
 
 def kronecker_of(use: Use) -> KroneckerAdapter:
