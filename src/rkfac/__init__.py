@@ -32,11 +32,13 @@ from rkfac.optim import (
     Report,
     Spectra,
     classical_defaults,
+    for_model,
     kld_wrm_defaults,
     paper_defaults,
     paper_schedules,
     recipe,
     seng_defaults,
+    unwrap,
 )
 
 __version__ = "0.1.0"
@@ -69,6 +71,7 @@ __all__ = [
     "Request",
     "Spectra",
     "classical_defaults",
+    "for_model",
     "kld_wrm_defaults",
     "layers",
     "linalg",
@@ -80,4 +83,5 @@ __all__ = [
     "seng_defaults",
     "testing",
     "theory",
+    "unwrap",
 ]

@@ -251,6 +251,24 @@ def inside_join(model: nn.Module) -> bool:
     return bool(getattr(config, "enable", False))
 
 
+def calling_scaler(within: int = 24) -> Any:
+    """The GradScaler whose `step` is under way around the caller, None if there is none: nothing but the call stack says so."""
+    frame = sys._getframe(1)
+    for _ in range(within):
+        if frame is None:
+            return None
+        if frame.f_code.co_name == "step" and is_scaler(found := frame.f_locals.get("self")):
+            return found
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def has_unscaled(scaler: Any, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether somebody has called an enabled GradScaler's `unscale_` for an optimizer since its last `update`."""
+    states = scaler._per_optimizer_states
+    return id(optimizer) in states and states[id(optimizer)]["stage"].name == "UNSCALED"
+
+
 def current_scale(scaler: Any) -> Tensor:
     """The scale a GradScaler multiplies losses by, on its device."""
     return cast(Tensor, scaler._get_scale_async())

@@ -186,7 +186,7 @@ def test_a_summed_loss_and_a_gradient_scaler_change_nothing() -> None:
     torch.testing.assert_close(collected(language(), loss_average="tokens"), expected)
     model = language()
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    optimizer = kfac(model, grad_scaler=scaler)
+    optimizer = kfac(model)
     scaler.scale(loss(model, *sentences())).backward()
     scaler.step(optimizer)
     torch.testing.assert_close(tuple(t[0] for t in held(optimizer, "table")), expected)

@@ -119,8 +119,10 @@ def refused(how: str) -> str:
         return said_by(lambda: made("RSKFAC", cut(model), process_group=False))
     if how == "scaler":
         optimizer = made("RSKFAC", cut(model))
-        optimizer.found_inf = torch.zeros(())  # as torch.amp.GradScaler does
-        return said_by(optimizer.step)
+        scaler = torch.amp.GradScaler("cpu")
+        loss = loss_of(model, batches("mlp", 1, 12)[0], even(12, size))
+        scaler.scale(loss).backward()
+        return said_by(lambda: scaler.step(optimizer))
     optimizer, keywords = {
         "backward": ("RSKFAC", {"apply": "backward"}),
         "mc": ("RSKFAC", {"fisher": "mc"}),

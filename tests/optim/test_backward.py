@@ -264,7 +264,7 @@ def test_gradients_of_gradients_are_refused_by_the_layers_name() -> None:
 def test_a_scaler_a_clip_and_autocast_leave_it_finite() -> None:
     model = network(torch.float32)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-    optimizer = rkfac.RSKFAC(model, apply="backward", grad_scaler=scaler, **EVERY)
+    optimizer = rkfac.RSKFAC(model, apply="backward", **EVERY)
     start = flat(model)
     for x, y in batches(6, torch.float32):
         optimizer.zero_grad()

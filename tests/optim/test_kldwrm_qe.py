@@ -593,6 +593,7 @@ def test_a_step_that_a_scaler_skips_leaves_no_calls() -> None:
     model[0].weight.grad[0, 0] = math.inf
     scaler.step(optimizer)
     scaler.update()
+    optimizer.zero_grad()
     assert calls() == []
 
 

@@ -92,10 +92,6 @@ class Company:
             self.early.finish()
             self.early.plan(blocks, self._ownership.owned())
 
-    def skip(self) -> None:
-        """A step is not taken, by anybody: what was sent by one must be by all."""
-        self.early.finish()
-
     def whole(self, blocks: Collection[Block]) -> AbstractContextManager[None]:
         """Everybody has all averages meanwhile, as they are saved."""
         return self._ownership.whole(blocks)

@@ -3,6 +3,7 @@
 from rkfac.optim.adaptive import LevenbergMarquardt
 from rkfac.optim.advice import Advice, Remark
 from rkfac.optim.bkfac import BKFAC
+from rkfac.optim.bound import for_model, unwrap
 from rkfac.optim.ekfac import EKFAC
 from rkfac.optim.kfac import KFAC, RSKFAC, SREKFAC
 from rkfac.optim.kldwrm import KLDWRM
@@ -36,9 +37,11 @@ __all__ = [
     "Report",
     "Spectra",
     "classical_defaults",
+    "for_model",
     "kld_wrm_defaults",
     "paper_defaults",
     "paper_schedules",
     "recipe",
     "seng_defaults",
+    "unwrap",
 ]

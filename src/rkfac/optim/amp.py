@@ -1,40 +1,28 @@
-"""What a GradScaler tells an optimizer, and what follows for gradients and statistics."""
+"""What a GradScaler multiplied the loss by, and with it the captured gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rkfac import compat
 
 
-def loss_scale(
-    optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], grad_scaler: Any, sampled: bool
-) -> Tensor | bool | None:
-    """The scale in the captured gradients, False without a scaler, None when the step must be skipped.
+def scaler_of(optimizer: torch.optim.Optimizer, grad_scaler: Any) -> Any:
+    """The enabled GradScaler that has unscaled the gradients of the step that is being taken, None if there is none.
 
-    GradScaler.step hands over `found_inf` and, unless the user unscaled already, `grad_scale`; gradients that are still
-    scaled are unscaled here.
+    It is the one whose `step` has called the optimizer's, or, where the optimizer was called by somebody else, the one that
+    the user has named, if it has unscaled the gradients since its last `update`.
     """
-    found_inf = getattr(optimizer, "found_inf", None)
-    if found_inf is None:
-        return False
-    if bool(found_inf):
+    calling = compat.calling_scaler()
+    scaler = grad_scaler if calling is None else calling
+    if scaler is None or not scaler.is_enabled():
         return None
-    scale = getattr(optimizer, "grad_scale", None)
-    if scale is not None:
-        for p in parameters:
-            if p.grad is not None:
-                p.grad.div_(scale.to(p.grad.device))
-        return cast(Tensor, scale)
-    if grad_scaler is not None:
-        return compat.current_scale(grad_scaler)
-    if sampled:
-        return False
-    raise RuntimeError(
-        "scaler.unscale_(optimizer) was called before the step, so the scale of the captured statistics is unknown: "
-        f"pass grad_scaler=scaler to {type(optimizer).__name__}"
-    )
+    return scaler if calling is not None or compat.has_unscaled(scaler, optimizer) else None
+
+
+def loss_scale(scaler: Any) -> Tensor | None:
+    """The scale in the captured gradients, None without a scaler."""
+    return None if scaler is None else compat.current_scale(scaler)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, Literal
 
 from torch import nn
@@ -43,7 +43,7 @@ class BKFAC(KFAC):
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Iterable[Any],
         lr: float | None = None,
         *,
         variant: Literal["b", "b-r", "b-r-c"] = "b",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, ClassVar, Literal
 
 from torch import nn
@@ -40,7 +41,7 @@ class EKFAC(KFAC):
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Iterable[Any],
         lr: float | None = None,
         *,
         moments: Literal["samples", "running"] = "samples",

@@ -59,7 +59,8 @@ class KFAC(CurvatureOptimizer):
     """K-FAC: S = (Gamma + l I)^-1 J (A + l I)^-1 for each layer, by the exact eigendecomposition or any other.
 
     Arguments (the paper's symbol in brackets; those marked * sit in `param_groups`, where schedulers can change them):
-      model             the nn.Module to train, plain or compiled
+      model             the nn.Module to train, plain or compiled; or its parameters, as torch's optimizers take them: the
+                        model is found by them
       lr*               learning rate [alpha]; 0.1, or 1e-3 under graft="adamw", if not given
       params            torch-style parameter groups; all parameters of the model by default
       graft             length of each layer's step: "sgd" (what torch's SGD with these numbers would have: momentum before
@@ -109,7 +110,8 @@ class KFAC(CurvatureOptimizer):
       max_factor_dim    layers whose factor would be wider are left to the fallback rule
       decomposition     rkfac.Exact(), RSVD(...), SREVD(...), Nystrom(...), Auto(...)
       adaptive_damping  rkfac.LevenbergMarquardt(...), needs step(closure)
-      grad_scaler       the GradScaler, needed only if you call scaler.unscale_(optimizer) yourself
+      grad_scaler       the GradScaler, needed only by whoever calls scaler.unscale_(optimizer) and then optimizer.step()
+                        instead of scaler.step(optimizer)
       process_group     of the processes that train this model together: their statistics are added up and their refreshes
                         shared out, so that W of them take the steps of one with the whole batch, their losses being
                         averaged. None: the group of the model's DistributedDataParallel, or all processes there are;
@@ -126,7 +128,7 @@ class KFAC(CurvatureOptimizer):
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Iterable[Any],
         lr: float | None = None,
         *,
         params: Iterable[Any] | None = None,

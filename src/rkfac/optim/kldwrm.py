@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -19,6 +19,7 @@ from rkfac.optim.directing import Step
 from rkfac.optim.kfac import KFAC, meaning_of
 from rkfac.optim.member import member
 from rkfac.optim.moves import Move
+from rkfac.optim.owner import model_of
 from rkfac.optim.past import Past
 from rkfac.optim.wake import InnerSteps, Wake
 
@@ -95,7 +96,7 @@ class KLDWRM(KFAC):
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Iterable[Any],
         lr: float | None = None,
         *,
         variant: Literal["so", "q", "qe"] = "so",
@@ -104,7 +105,8 @@ class KLDWRM(KFAC):
     ) -> None:
         self._method = method = _method(variant, inner, keywords)
         _refuse(keywords)
-        super().__init__(model, 0.03 if lr is None else lr, **keywords)
+        model, params = model_of(model, keywords.pop("params", None))
+        super().__init__(model, 0.03 if lr is None else lr, params=params, **keywords)
         if isinstance(method, ExactModel) and method.asks_for_the_batch:
             self._look_back(model, method)
 
