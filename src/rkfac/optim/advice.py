@@ -88,7 +88,7 @@ def _waiting(report: Report) -> Iterator[Remark]:
 
 def _left_out(report: Report) -> Iterator[Remark]:
     left = [layer for layer in report if not layer.covered and layer.trained]
-    if sum(layer.trained for layer in left) < LEFT_OUT * report.trained:
+    if not left or sum(layer.trained for layer in left) < LEFT_OUT * report.trained:
         return
     reasons = [f"{_listed(layers)} ({_share(layers, report)}): {reason}" for reason, layers in by_reason(left)]
     yield Remark(
