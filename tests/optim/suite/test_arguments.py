@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import rkfac
-from optim.problems import mlp
+from optim.problems import mlp, parameters, rows, same, step, twin
 
 Build = Callable[..., rkfac.KFAC]
 NAN, INF = float("nan"), float("inf")
@@ -86,9 +86,27 @@ def test_the_first_argument_is_a_model(build: Build, model: Any) -> None:
         build(model)
 
 
-def test_parameters_in_place_of_the_model_are_pointed_to_the_right_argument(build: Build) -> None:
-    with pytest.raises(ValueError, match="params="):
-        build(mlp().parameters())
+def test_parameters_in_place_of_the_model_find_it(build: Build) -> None:
+    """The steps of both ways are those of the model in its own place."""
+    model = mlp()
+    ways = {"model": lambda m: m, "iterator": lambda m: m.parameters(), "list": lambda m: list(m.parameters())}
+    ended = []
+    for way in ways.values():
+        copy = twin(model)
+        optimizer = build(way(copy), factor_every=1, inverse_every=1)
+        torch.manual_seed(1)
+        for _ in range(2):
+            step(copy, optimizer, rows())
+        assert all(layer.covered for layer in optimizer.report())
+        ended.append(parameters(copy))
+    assert same(ended[1], ended[0])
+    assert same(ended[2], ended[0])
+
+
+def test_parameters_in_two_places_are_refused(build: Build) -> None:
+    model = mlp()
+    with pytest.raises(ValueError, match="params= is given"):
+        build(model.parameters(), params=model.parameters())
 
 
 def test_an_unknown_keyword_is_a_type_error(build: Build) -> None:
