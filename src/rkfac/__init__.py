@@ -15,6 +15,7 @@ from rkfac.curvature import (
     Request,
 )
 from rkfac.layers import register
+from rkfac.operators import Curvature, Operator, load_curvature
 from rkfac.optim import (
     BKFAC,
     EKFAC,
@@ -32,6 +33,7 @@ from rkfac.optim import (
     Report,
     Spectra,
     classical_defaults,
+    fit_curvature,
     for_model,
     kld_wrm_defaults,
     paper_defaults,
@@ -58,6 +60,7 @@ __all__ = [
     "Auto",
     "Bernoulli",
     "Categorical",
+    "Curvature",
     "Decomposition",
     "Exact",
     "Gaussian",
@@ -66,15 +69,18 @@ __all__ = [
     "LevenbergMarquardt",
     "Likelihood",
     "Nystrom",
+    "Operator",
     "Remark",
     "Report",
     "Request",
     "Spectra",
     "classical_defaults",
+    "fit_curvature",
     "for_model",
     "kld_wrm_defaults",
     "layers",
     "linalg",
+    "load_curvature",
     "paper_defaults",
     "paper_schedules",
     "recipe",

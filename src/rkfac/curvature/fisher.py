@@ -29,6 +29,18 @@ class Likelihood(ABC):
     def terms(self, output: Tensor) -> int:
         """How many independent targets the batch holds."""
 
+    def columns(self, output: Tensor) -> int:
+        """How many gradients at a sample's output, made by `column`, have the Fisher of that output as their sum of squares."""
+        raise NotImplementedError(
+            f"{type(self).__name__} does not say what its Fisher is the sum of: draw from it (fisher='mc')"
+        )
+
+    def column(self, output: Tensor, number: int) -> Tensor:
+        """One of them, for all samples: sum over numbers of c c^T is E[g g^T] of drawn targets, and nothing is drawn."""
+        raise NotImplementedError(
+            f"{type(self).__name__} does not say what its Fisher is the sum of: draw from it (fisher='mc')"
+        )
+
     def divergence(self, output: Tensor, other: Tensor) -> Tensor:
         """(KL(p, q) + KL(q, p)) / 2 of what two outputs mean, summed over the batch: near zero half the Fisher's square."""
         raise NotImplementedError(f"{type(self).__name__} does not say how far two outputs are from each other")
@@ -59,6 +71,18 @@ class Categorical(Likelihood):
         g = p.scatter_add(-1, labels[..., None], p.new_full((*labels.shape, 1), -1.0))
         return g.movedim(-1, -1 if self.class_dim is None else self.class_dim)
 
+    def columns(self, output: Tensor) -> int:
+        """Classes."""
+        return self._logits(output).shape[-1]
+
+    def column(self, output: Tensor, number: int) -> Tensor:
+        """sqrt(p_c) (softmax - one-hot of c): a class is drawn with probability p_c."""
+        p = self._logits(_precise(output)).softmax(-1)
+        g = p.clone()
+        g[..., number] -= 1
+        g = g * p[..., number, None].sqrt()
+        return g.movedim(-1, -1 if self.class_dim is None else self.class_dim)
+
     def terms(self, output: Tensor) -> int:
         """One a predicted class."""
         return self._logits(output)[..., 0].numel()
@@ -72,7 +96,21 @@ class Categorical(Likelihood):
 
 
 class _OfSamples(Likelihood):
-    """A sample's outputs belong to one target."""
+    """A sample's outputs belong to one target, and are independent of each other."""
+
+    def columns(self, output: Tensor) -> int:
+        """Outputs of a sample."""
+        return output[0].numel() if output.ndim else 1
+
+    def column(self, output: Tensor, number: int) -> Tensor:
+        """Standard deviation of the drawn gradient, at one output alone."""
+        chosen = torch.zeros_like(_precise(output)).reshape(self.terms(output), -1)
+        chosen[:, number] = self._deviation(_precise(output)).reshape(chosen.shape)[:, number]
+        return chosen.reshape(output.shape)
+
+    @abstractmethod
+    def _deviation(self, output: Tensor) -> Tensor:
+        """Of the gradient at every output."""
 
     def terms(self, output: Tensor) -> int:
         """One a sample."""
@@ -82,6 +120,9 @@ class _OfSamples(Likelihood):
 @dataclass(frozen=True)
 class Gaussian(_OfSamples):
     """Squared error, half the sum over a sample's outputs: unit variance."""
+
+    def _deviation(self, output: Tensor) -> Tensor:
+        return torch.ones_like(output)
 
     def draw_gradient(self, output: Tensor, generator: torch.Generator) -> Tensor:
         """output - y is standard normal."""
@@ -96,6 +137,10 @@ class Gaussian(_OfSamples):
 @dataclass(frozen=True)
 class Bernoulli(_OfSamples):
     """Binary cross-entropy on logits, summed over a sample's outputs."""
+
+    def _deviation(self, output: Tensor) -> Tensor:
+        p = output.sigmoid()
+        return (p * (1 - p)).sqrt()
 
     def draw_gradient(self, output: Tensor, generator: torch.Generator) -> Tensor:
         """sigmoid - drawn bit."""

@@ -17,6 +17,7 @@ from rkfac.linalg.rowwise import Rowwise
 from rkfac.linalg.scaling import SAFE, peak, unit_of
 from rkfac.linalg.shadow import AGREEMENT, Modes, Shadow
 from rkfac.linalg.sketch import nystrom, rsvd, srevd
+from rkfac.linalg.spectral import Spectral, products, spectral
 
 __all__ = [
     "AGREEMENT",
@@ -45,6 +46,7 @@ __all__ = [
     "Seer",
     "Shadow",
     "Solution",
+    "Spectral",
     "Terms",
     "Truth",
     "Whole",
@@ -67,11 +69,13 @@ __all__ = [
     "preconditioner",
     "probe_error",
     "product",
+    "products",
     "ratio",
     "root",
     "rsvd",
     "shares_memory",
     "size_of",
+    "spectral",
     "srevd",
     "sufficient_rank",
     "trace_error",

@@ -83,8 +83,7 @@ class Energies:
 
 def of_product(G: LowRank, A: LowRank | Diagonal, weight: float) -> Energies:
     """Products of eigenvalues: what they would be if inputs and output gradients were independent (K-FAC)."""
-    g, a = (torch.cat([low.s.double(), _rest(low)[..., None]], -1) for low in (G, A))
-    means = g[..., :, None] * a[..., None, :]
+    means = with_rest(G)[..., :, None] * with_rest(A)[..., None, :]
     return Energies(means, _beyond(G, A), means.new_tensor(weight))
 
 
@@ -140,9 +139,10 @@ def _beyond(G: LowRank, A: LowRank | Diagonal) -> tuple[int, int]:
     return G.dim - G.rank, A.dim - A.rank
 
 
-def _rest(low: LowRank | Diagonal) -> Tensor:
+def with_rest(low: LowRank | Diagonal) -> Float[Tensor, "*batch r1"]:
+    """The kept eigenvalues and then that of the rest, zero where nothing was discarded; in float64."""
     fill = low.fill.double()
-    return torch.zeros_like(fill) if low.full else fill
+    return torch.cat([low.s.double(), (torch.zeros_like(fill) if low.full else fill)[..., None]], -1)
 
 
 def _counts(n: int, rest: int, like: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from rkfac.optim.advice import Advice, Remark
 from rkfac.optim.bkfac import BKFAC
 from rkfac.optim.bound import for_model, unwrap
 from rkfac.optim.ekfac import EKFAC
+from rkfac.optim.fitting import fit_curvature
 from rkfac.optim.kfac import KFAC, RSKFAC, SREKFAC
 from rkfac.optim.kldwrm import KLDWRM
 from rkfac.optim.presets import (
@@ -37,6 +38,7 @@ __all__ = [
     "Report",
     "Spectra",
     "classical_defaults",
+    "fit_curvature",
     "for_model",
     "kld_wrm_defaults",
     "paper_defaults",

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from rkfac.curvature.natural import NaturalHook, silence_others
 from rkfac.curvature.sampled import SampledCapture
 from rkfac.distributed import Company, World, cut_again, refuse_sharded
 from rkfac.layers import Adapter, KroneckerAdapter, TiedAdapter, Uncovered, UnitAdapter, Use
+from rkfac.operators import Curvature, Operator
 from rkfac.optim import memory as saved_states
 from rkfac.optim import portable
 from rkfac.optim.adaptive import LevenbergMarquardt, Watch
@@ -31,7 +32,7 @@ from rkfac.optim.amp import loss_scale, scaler_of
 from rkfac.optim.arguments import GROUP_RULES, check_group, check_power, refuse_lacking, refuse_whole
 from rkfac.optim.collecting import begin, commit, notice_unseen, retire
 from rkfac.optim.compiled import run_eagerly, unwrapped
-from rkfac.optim.coverage import Choice, LeftOut, cover, owners_of, warn_of_little
+from rkfac.optim.coverage import Choice, LeftOut, block_for, cover, owners_of, warn_of_little
 from rkfac.optim.directing import Step
 from rkfac.optim.gate import Gate
 from rkfac.optim.moves import Move, Rules
@@ -43,6 +44,7 @@ from rkfac.optim.report_text import listed
 from rkfac.optim.rows import OwnRows
 from rkfac.optim.rules import GRAFTS, Rule
 from rkfac.optim.scratch import Scratch
+from rkfac.optim.snapshot import curvature_of, require_known
 from rkfac.optim.stagger import turns
 
 
@@ -205,13 +207,9 @@ class CurvatureOptimizer(torch.optim.Optimizer):
 
     def _make_block(self, uses: Sequence[Use], adapter: Adapter) -> Block | Uncovered:
         """The block that serves a weight, or why none does."""
-        for kind in type(adapter).__mro__[: 1 if adapter.unlike_its_ancestors else None]:
-            if kind in self.block_types:
-                made = self.block_types[kind](uses, adapter, self._settings)
-                why = made if isinstance(made, str) else self._choice.too_wide(made.widest(self._group(made)))
-                return Uncovered(why) if isinstance(made, str) or why else made
-        kinds = " and ".join(sorted({compat.kind_of(use.module).__name__ for use in uses}))
-        return Uncovered(f"{type(self).__name__} has no curvature for {kinds}")
+        made = block_for(uses, adapter, self.block_types, self._settings, type(self).__name__)
+        why = self._choice.too_wide(made.widest(self._group(made))) if isinstance(made, Block) else ""
+        return Uncovered(why) if why else made
 
     def _extend(self) -> None:
         """Give a block to every layer that can have one and has none yet."""
@@ -549,6 +547,42 @@ class CurvatureOptimizer(torch.optim.Optimizer):
     def spectrum(self, name: str) -> Spectra:
         """Exact eigenvalues of a layer's two running factors, descending."""
         return spectra(self._blocks, name)
+
+    @overload
+    def curvature(self, name: str, damping: float | None = None) -> Operator: ...
+    @overload
+    def curvature(self, name: None = None, damping: float | None = None) -> Curvature: ...
+    def curvature(self, name: str | None = None, damping: float | None = None) -> Operator | Curvature:
+        """A layer's damped curvature as an operator (`@`, `solve`, `sqrt_solve`, `logdet`, `trace`, `diagonal`), or all layers'.
+
+        It stays what it is now, whatever the optimizer does later. `damping`: another one than that in force.
+        """
+        if damping is not None:
+            check_group({"damping": damping})
+
+        def in_force(block: Block) -> float:
+            return self._group(block)["damping"] if damping is None else damping
+
+        if name is None:
+            return curvature_of(self._model, self._blocks, self._reasons, in_force)
+        require_known(name, self._blocks, self._reasons)
+        return curvature_of(self._model, {name: self._blocks[name]}, {}, in_force)[name]
+
+    @overload
+    def inverse_vector_product(
+        self, tensors: Mapping[str, Tensor], uncovered: float | None = ...
+    ) -> dict[str, Tensor]: ...
+    @overload
+    def inverse_vector_product(
+        self, tensors: Sequence[Tensor | None], uncovered: float | None = ...
+    ) -> list[Tensor | None]: ...
+    def inverse_vector_product(self, tensors: Any, uncovered: float | None = None) -> Any:
+        """The damped inverse of all layers times a vector: one tensor (or None) a parameter of the model, or by their names.
+
+        Parameters that no layer with a basis covers are refused, unless `uncovered` is given: their curvature is then that
+        number times the identity. For many vectors make `optimizer.curvature()` once, which has the same method.
+        """
+        return self.curvature().inverse_vector_product(tensors, uncovered)
 
     def _words(self) -> str:
         """What it does, in a few words."""

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from rkfac import compat
-from rkfac.curvature.block import Block
+from rkfac.curvature.block import Block, Settings
 from rkfac.layers import (
     Adapter,
     Uncovered,
@@ -107,6 +107,22 @@ def cover(
             reasons.update((use.name, made.reason) for use in shared)
     found.reasons = _left_out(model, [*covered.values(), *found.blocks.values()], reasons, choice)
     return found
+
+
+def block_for(
+    uses: Sequence[Use],
+    adapter: Adapter,
+    block_types: Mapping[type, Callable[..., Block | str]],
+    settings: Settings,
+    asker: str,
+) -> Block | Uncovered:
+    """The block that serves a kind of layer, or why none does; `asker` is who has these kinds of blocks."""
+    for kind in type(adapter).__mro__[: 1 if adapter.unlike_its_ancestors else None]:
+        if kind in block_types:
+            made = block_types[kind](uses, adapter, settings)
+            return Uncovered(made) if isinstance(made, str) else made
+    kinds = " and ".join(sorted({compat.kind_of(use.module).__name__ for use in uses}))
+    return Uncovered(f"{asker} has no curvature for {kinds}")
 
 
 def _made(

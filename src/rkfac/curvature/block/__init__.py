@@ -3,6 +3,7 @@
 from rkfac.curvature.block.base import Block
 from rkfac.curvature.block.direction import Direction
 from rkfac.curvature.block.eigen import Eigen, EigenBlock
+from rkfac.curvature.block.fitted import FittedBlock, FittedTied, FittedUnits
 from rkfac.curvature.block.gradients import LayerGradients, NormGradients
 from rkfac.curvature.block.kernel import Sketch
 from rkfac.curvature.block.kronecker import KroneckerBlock
@@ -19,6 +20,9 @@ __all__ = [
     "Direction",
     "Eigen",
     "EigenBlock",
+    "FittedBlock",
+    "FittedTied",
+    "FittedUnits",
     "Group",
     "KroneckerBlock",
     "LayerGradients",

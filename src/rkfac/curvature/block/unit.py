@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ class UnitBlock(Block):
 
     kind = "unit-wise"
     positions_summed = True
+    factor_type: ClassVar[type[DenseFactor]] = DenseFactor
 
     def __init__(self, uses: Sequence[Use], adapter: UnitAdapter, settings: Settings) -> None:
         self.adapter = adapter
@@ -32,7 +33,7 @@ class UnitBlock(Block):
     def _make(self) -> None:
         """One factor of small blocks."""
         like = torch.empty(0, dtype=statistics_dtype(self.weight), device=self.weight.device)
-        self.factor = DenseFactor((self.weight.numel(), 1 + self.bias), self.settings.start, like)
+        self.factor = self.factor_type((self.weight.numel(), 1 + self.bias), self.settings.start, like)
         self._prepared: tuple[tuple[int, float, torch.device], Tensor] | None = None
 
     @property

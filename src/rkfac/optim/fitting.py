@@ -1,0 +1,281 @@
+"""Curvature without training: the factors of a model as it stands, averaged over batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from rkfac import compat
+from rkfac.curvature.block import Block, FittedBlock, FittedTied, FittedUnits, Settings
+from rkfac.curvature.capture import Capture
+from rkfac.curvature.damping import RULES
+from rkfac.curvature.decompose import Decomposition, Exact
+from rkfac.curvature.factor import Start
+from rkfac.curvature.fisher import Likelihood
+from rkfac.curvature.hooks import full_precision
+from rkfac.curvature.randomness import Seeded
+from rkfac.curvature.sampled import SampledCapture
+from rkfac.distributed import refuse_sharded
+from rkfac.layers import Adapter, KroneckerAdapter, TiedAdapter, Uncovered, UnitAdapter, Use
+from rkfac.operators import Curvature
+from rkfac.optim.arguments import check_choice, check_patterns
+from rkfac.optim.collecting import commit
+from rkfac.optim.compiled import run_eagerly, unwrapped
+from rkfac.optim.coverage import Choice, LeftOut, block_for, cover
+from rkfac.optim.gate import Gate
+from rkfac.optim.kfac import meaning_of
+from rkfac.optim.report_text import listed
+from rkfac.optim.snapshot import curvature_of
+from rkfac.optim.untouched import untouched
+
+BLOCKS: Mapping[type, Callable[..., Block]] = {
+    KroneckerAdapter: FittedBlock,
+    TiedAdapter: FittedTied,
+    UnitAdapter: FittedUnits,
+}
+Loss = Callable[[Any, Any], Tensor]
+
+
+class Enumerated(Likelihood):
+    """In the place of draws: the columns that the exact Fisher is the sum of, one a pass; the mean over passes is exact."""
+
+    def __init__(self, inner: Likelihood) -> None:
+        self.inner = inner
+        self.at = 0
+        self.total = 1
+
+    def terms(self, output: Tensor) -> int:
+        """As drawn."""
+        return self.inner.terms(output)
+
+    def draw_gradient(self, output: Tensor, generator: torch.Generator) -> Tensor:
+        """The column whose turn it is."""
+        self.total = self.inner.columns(output)
+        return math.sqrt(self.total) * self.inner.column(output, self.at)
+
+
+class Fitting:
+    """Blocks of a model, and what they have seen."""
+
+    def __init__(self, model: nn.Module, choice: Choice, settings: Settings, group: dict[str, Any]) -> None:
+        self.model, self.settings, self.group = model, settings, group
+        self.gate = Gate(1)
+
+        def make(uses: Sequence[Use], adapter: Adapter) -> Block | Uncovered:
+            made = block_for(uses, adapter, BLOCKS, settings, "fit_curvature")
+            why = choice.too_wide(made.widest(group)) if isinstance(made, Block) else ""
+            return Uncovered(why) if why else made
+
+        found = cover(model, choice, make, list(model.parameters()), {})
+        self.blocks = {name: found.blocks[name] for name in found.order if name in found.blocks}
+        self.reasons = found.reasons
+        if not self.blocks:
+            raise ValueError(f"no layer of the model has a curvature: {self._why_none(found.reasons)}")
+        self.seen = dict.fromkeys(
+            self.blocks, 0.0
+        )  # samples, a pass that is one of several for them counting its share
+        self._share = 1.0
+
+    @staticmethod
+    def _why_none(reasons: Mapping[str, LeftOut]) -> str:
+        return "; ".join(f"{name!r}: {left.reason}" for name, left in list(reasons.items())[:3]) or "it has none"
+
+    def take(self, capture: Capture, passes: int) -> None:
+        """What came in with one backward pass, which is one of so many for its batch."""
+        capture.check()
+        blocks = self.blocks.values()
+        waiting = [block for block in blocks if not block.pending.empty and not capture.foreign(block)]
+        self._share = 1 / passes
+        commit(waiting, self._weighed, None, self.gate)
+        for p in self.model.parameters():
+            p.grad = None
+        capture.forget()
+        for block in blocks:
+            block.discard()
+
+    def _weighed(self, block: Block) -> dict[str, Any]:
+        """With a decay that makes the average one over samples."""
+        new = self._share * block.pending.samples(self.settings.loss_average)
+        self.seen[block.name] += new
+        return {**self.group, "factor_decay": 1 - new / self.seen[block.name]}
+
+    def result(self, capture: Capture) -> Curvature:
+        """All that was found, decomposed."""
+        for block in self.blocks.values():
+            block.retired = capture.foreign(block) or block.trouble
+            if block.observed and not block.retired:
+                block.decompose(self.group)
+        damping = float(self.group["damping"])
+        found = curvature_of(
+            self.model, self.blocks, self.reasons, lambda block: damping, lambda block: round(self.seen[block.name])
+        )
+        if not found:
+            raise ValueError("no layer was reached by a backward pass: does the loss depend on the model's output?")
+        return found
+
+
+def fit_curvature(
+    model: nn.Module,
+    batches: Iterable[tuple[Any, Any]],
+    loss: Loss,
+    *,
+    fisher: Literal["empirical", "mc", "exact"] = "empirical",
+    likelihood: Literal["categorical", "gaussian", "bernoulli"] | Likelihood = "categorical",
+    draws: int = 1,
+    damping: float = 1.0,
+    damping_rule: Literal["factored", "product", "pi"] = "factored",
+    relative_to: Literal["mean", "largest"] | None = "mean",
+    decomposition: Decomposition | None = None,
+    rank: int | Literal["auto"] = "auto",
+    tail: Literal["zero", "trace"] = "trace",
+    sides: Literal["both", "input", "output"] = "both",
+    weight_sharing: Literal["expand", "reduce"] = "expand",
+    loss_average: Literal["batch", "tokens", "sum"] = "batch",
+    rows: int | None = None,
+    include: Iterable[str] | str = (),
+    exclude: Iterable[str] | str = (),
+    max_factor_dim: int = 16384,
+    seed: int = 0,
+) -> Curvature:
+    """The curvature of a model as it stands: K-FAC's factors, averaged over all samples of all batches; nothing is trained.
+
+    The model runs in evaluation mode and is left as it was: parameters, modes, buffers, gradients, hooks, random numbers.
+
+    Arguments (those not listed mean what they mean in `KFAC`):
+      batches        pairs (inputs, targets); inputs that are a tuple or a mapping are the model's several arguments
+      loss           of the model's output and the targets: a number, the mean over the batch's samples (`loss_average`)
+      fisher         "empirical": gradients of the loss itself; "mc": of targets drawn from the model, `draws` times a batch;
+                     "exact": the expectation over those, by as many passes a batch as a sample has outputs
+      likelihood     what the model's outputs mean under "mc" and "exact"
+      damping        may be changed later without fitting again, and so may its rule: `curvature.damped(...)`
+      decomposition  rkfac.Exact() by default; with a sketch say rank= too, for an automatic rank is made for one damping
+      rows           most rows of a call that enter a factor, drawn at random; all of them by default
+    """
+    _check_model(model)
+    check_choice("fisher", fisher, ("empirical", "mc", "exact"))
+    check_choice("damping_rule", damping_rule, tuple(RULES))
+    check_choice("relative_to", relative_to, ("mean", "largest", None))
+    check_choice("tail", tail, ("zero", "trace"))
+    check_choice("sides", sides, ("both", "input", "output"))
+    check_choice("weight_sharing", weight_sharing, ("expand", "reduce"))
+    check_choice("loss_average", loss_average, ("batch", "tokens", "sum"))
+    _check_numbers(draws, fisher, rows, rank, damping)
+    if decomposition is not None and not isinstance(decomposition, Decomposition):
+        raise ValueError(f"decomposition must be a strategy such as rkfac.RSVD(), got {decomposition!r}")
+    settings = Settings(
+        decomposition=Exact() if decomposition is None else decomposition,
+        damping=RULES[damping_rule](relative_to),
+        tail=tail,
+        warm_start=False,
+        weight_sharing=weight_sharing,
+        rows=rows,
+        loss_average=loss_average,
+        sampled=fisher != "empirical",
+        start=Start(identity=False),
+        eager_start=False,
+        backward=False,
+        stagger=False,
+        max_failures=1,
+        randomness=Seeded(seed),
+        sides=sides,
+    )
+    meaning = meaning_of(likelihood)
+    enumerated = Enumerated(meaning) if fisher == "exact" else None
+    group = {"damping": damping, "rank": rank, "oversampling": 10, "power_iterations": 2}
+    inner = unwrapped(model)
+    choice = Choice(check_patterns("include", include), check_patterns("exclude", exclude), max_factor_dim)
+    choice.check(inner)
+    with untouched(inner):
+        fitting = Fitting(inner, choice, settings, group)
+        if fisher == "empirical":
+            capture = Capture(inner)
+        else:
+            capture = SampledCapture(inner, enumerated or meaning, settings.randomness)
+        try:
+            run_eagerly(inner, capture)
+            for block in fitting.blocks.values():
+                capture.attach(block)
+            _pass_over(inner, batches, loss, fitting, capture, draws, enumerated)
+        finally:
+            capture.close()
+        return fitting.result(capture)
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be an nn.Module, got {type(model).__name__}")
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError("curvature is made of gradients: call fit_curvature outside of torch.inference_mode()")
+    refuse_sharded(model)
+    if any(map(compat.is_sharded, model.parameters())):
+        raise ValueError(
+            "fit_curvature needs whole parameters, and these are sharded: give it the model before fully_shard"
+        )
+
+
+def _check_numbers(draws: Any, fisher: str, rows: Any, rank: Any, damping: Any) -> None:
+    for name, value in {
+        "draws": draws,
+        "rows": 1 if rows is None else rows,
+        "rank": 1 if rank == "auto" else rank,
+    }.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
+    if draws > 1 and fisher != "mc":
+        raise ValueError(f"draws={draws} goes with fisher='mc' alone: nothing is drawn under fisher={fisher!r}")
+    if isinstance(damping, bool) or not isinstance(damping, int | float) or not 0 <= damping < math.inf:
+        raise ValueError(f"damping must be a finite number >= 0, got {damping!r}")
+
+
+def _pass_over(
+    model: nn.Module,
+    batches: Iterable[tuple[Any, Any]],
+    loss: Loss,
+    fitting: Fitting,
+    capture: Capture,
+    draws: int,
+    enumerated: Enumerated | None,
+) -> None:
+    """Every batch, once or as often as its Fisher has draws or columns."""
+    count = 0
+    for count, batch in enumerate(batches, 1):
+        if not isinstance(batch, tuple | list) or len(batch) != 2:
+            raise ValueError(f"batches must be pairs (inputs, targets), batch {count} is a {type(batch).__name__}")
+        at, passes = 0, draws
+        while at < passes:
+            if enumerated is not None:
+                enumerated.at = at
+            _run(model, *batch, loss)
+            passes = draws if enumerated is None else enumerated.total
+            before = {name: block.updates for name, block in fitting.blocks.items()}
+            pending = [name for name, block in fitting.blocks.items() if not block.pending.empty]
+            devices = {p.device for p in model.parameters()}
+            with full_precision(devices), torch.no_grad():
+                fitting.take(capture, passes)
+            spoilt = [
+                n for n in pending if fitting.blocks[n].updates == before[n] and not capture.foreign(fitting.blocks[n])
+            ]
+            if spoilt:
+                raise ValueError(f"batch {count} has activations or gradients that are not finite, in {listed(spoilt)}")
+            at += 1
+    if not count:
+        raise ValueError("there are no batches: a generator that was used up, or an empty list")
+
+
+def _run(model: nn.Module, inputs: Any, targets: Any, loss: Loss) -> None:
+    """One forward and backward pass."""
+    with torch.enable_grad():
+        if isinstance(inputs, Mapping):
+            output = model(**inputs)
+        else:
+            output = model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
+        value = loss(output, targets)
+        if not isinstance(value, Tensor) or value.ndim:
+            raise ValueError(
+                "loss must return one number, the mean over the batch (or its sum, with loss_average='sum')"
+            )
+        value.backward()
