@@ -179,7 +179,7 @@ def compare(
     if search and not ranks.here().alone:
         raise LabError("--tune is for one process; tune with `rkfac tune` before, and take its choices with --tuned.")
     folder = ranks.here().from_first(lambda: comparing.choose_folder(out, workload, resume))
-    results = comparing.run(comparison, folder, search=search, arguments=arguments, reference=reference)
+    results = comparing.run(comparison, folder, search=search, arguments=arguments, tuned=tuned, reference=reference)
     if results.interrupted:
         raise typer.Exit(130)
 

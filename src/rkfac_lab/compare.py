@@ -19,6 +19,7 @@ from rkfac_lab import config as configuration
 from rkfac_lab import (
     disk,
     optimizers,
+    origin,
     places,
     plots,
     promise_text,
@@ -40,7 +41,7 @@ from rkfac_lab.promise import promises
 from rkfac_lab.record import CONFIG
 from rkfac_lab.workloads import find
 
-WRITTEN = ("table.md", "table.csv", "table.json", "curves.png", "curves.svg", "report.html", tuning.FILE)
+WRITTEN = ("table.md", "table.csv", "table.json", "curves.png", "curves.svg", "report.html", tuning.FILE, origin.FILE)
 
 
 def choose_folder(out: Path | None, workload: str, resume: bool) -> Path:
@@ -61,14 +62,15 @@ def run(
     *,
     search: tuning.Search | None = None,
     arguments: Mapping[str, Mapping[str, Any]] | None = None,
+    tuned: Path | None = None,
     reference: str | None = None,
     console: Console | None = None,
     continued_by: str | None = None,
 ) -> Results:
     """Tune if there is a `search`, do all runs, print the table, write everything to `folder` and say where.
 
-    `arguments` were chosen before, by contender, and go over everything else. `continued_by` are the options with which
-    the command goes on that was interrupted.
+    `arguments` were chosen before, by contender, and go over everything else; `tuned` is the file they come from.
+    `continued_by` are the options with which the command goes on that was interrupted.
     """
     console = console or Console()
     labels = [comparison.config(name, 0).name for name in comparison.contenders]
@@ -82,7 +84,7 @@ def run(
     with contextlib.ExitStack() as held:
         together.by_first(lambda: held.enter_context(locked(folder)))
         together.by_first(lambda: disk.sweep(folder, WRITTEN))
-        results = _run(comparison, folder, search, arguments or {}, reference, console)
+        results = _run(comparison, folder, search, arguments or {}, tuned, reference, console)
     if results.interrupted:
         again = continued_by or f"--resume --out {folder}"
         console.print(f"Interrupted; the same command with {again} continues.", soft_wrap=True, markup=False)
@@ -94,6 +96,7 @@ def _run(
     folder: Path,
     search: tuning.Search | None,
     arguments: Mapping[str, Mapping[str, Any]],
+    tuned: Path | None,
     reference: str | None,
     console: Console,
 ) -> Results:
@@ -103,10 +106,12 @@ def _run(
         if not ranks.here().first:
             follow(comparison.jobs(folder / "runs", arguments))
             return Results()
+        sentences = tuning_text.sentences(disk.read_json(tuned, tuning.REMEDY)) if tuned else {}
         if search is not None:
-            tuned = tuning.tune(comparison, search, folder, display)
-            tuning_text.show(tuned, console)
-            arguments = tuned.chosen()
+            trials = tuning.tune(comparison, search, folder, display)
+            tuning_text.show(trials, console)
+            arguments, sentences = trials.chosen(), tuning_text.sentences(tuning.to_json(trials))
+        origin.keep(origin.of_comparison(comparison, search, tuned, reference, sentences), folder)
         results = run_all(comparison.jobs(folder / "runs", arguments), display)
     except KeyboardInterrupt:
         results = Results(interrupted=True)
@@ -171,5 +176,5 @@ def write(results: Results, folder: Path, reference: str | None = None) -> list[
     for name, text in texts.items():
         disk.write_text(folder / name, text)
     pictures = plots.save(plots.curves(results.runs), folder / "curves")
-    page = report.write(results.runs, folder / "report.html", results.failures)
+    page = report.write(results.runs, folder / "report.html", results.failures, reference)
     return [*(folder / name for name in texts), *pictures, page]

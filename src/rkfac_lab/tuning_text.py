@@ -1,13 +1,18 @@
-"""The trials of a tuning and what was chosen, for the terminal."""
+"""The trials of a tuning and what was chosen, for the terminal and in sentences."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypedDict
 
 from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from rkfac_lab.errors import LabError
 from rkfac_lab.harmless import visible
 from rkfac_lab.search import Region, Trial, Tuned
+from rkfac_lab.structure import checked
 from rkfac_lab.table_text import metric_name, metric_value
 
 
@@ -33,6 +38,50 @@ def notes(tuned: Tuned) -> list[str]:
     said += [f"{name} {nothing}" for name in tuned.contenders() if tuned.best(name) is None]
     why = dict.fromkeys((trial.contender, trial.message) for trial in tuned.trials if trial.message)
     return [visible(text) for text in [*said, *(f"{name} failed: {message}" for name, message in why)]]
+
+
+class _Tried(TypedDict):
+    contender: str
+    lr: float
+
+
+class _Told(TypedDict):
+    """What a sentence needs of a `tuning.json`."""
+
+    metric: str
+    epochs: int
+    validation_share: float
+    seed: int
+    trials: list[_Tried]
+    at_edge: list[str]
+
+
+def sentences(written: Mapping[str, Any]) -> dict[str, str]:
+    """How each contender that has a choice came by it, from what `tuning.json` holds."""
+    try:
+        told: _Told | None = checked(dict(written), _Told)
+    except LabError:  # by hand, or by an earlier version
+        told = None
+    return {name: _sentence(told, name, arguments) for name, arguments in written["chosen"].items()}
+
+
+def _sentence(told: _Told | None, name: str, arguments: Mapping[str, Any]) -> str:
+    chosen = ", ".join(f"{key} = {arguments[key]}" for key in ("lr", "weight_decay") if key in arguments)
+    said = f"tuned: {chosen}" if chosen else "tuned"
+    rates = sorted(trial["lr"] for trial in told["trials"] if trial["contender"] == name) if told else []
+    if told is None or not rates:
+        return visible(f"{said}; how was not recorded.")
+    said += (
+        f", the best of {_count(len(rates), 'trial')} (learning rates {rates[0]:g} to {rates[-1]:g}) by "
+        f"{metric_name(told['metric'])} after {_count(told['epochs'], 'epoch')}, on {100 * told['validation_share']:g} % "
+        f"of the training data kept apart, with seed {told['seed']}."
+    )
+    edge = " The best rate lies at the edge of those tried." if name in told["at_edge"] else ""
+    return visible(said + edge)
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}{'s' * (number != 1)}"
 
 
 def _trials(tuned: Tuned) -> RichTable:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from xml.etree.ElementTree import Element, fromstring
 
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
@@ -23,6 +24,23 @@ FLAGS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
     "--disable-component-update --disable-sync --window-size=1280,1000"
 )
+
+
+COUNT = """
+    const [slot] = arguments, { canvas } = charts.get(byId("curves")).plot.ctx;
+    const copy = new OffscreenCanvas(canvas.width, canvas.height).getContext("2d", { willReadFrequently: true });
+    copy.drawImage(canvas, 0, 0);
+    const wanted = [...css("--c", slot).match(/[0-9a-f]{2}/g).map((part) => parseInt(part, 16)), 255].join();
+    const { data } = copy.getImageData(0, 0, canvas.width, canvas.height);
+    let count = 0;
+    for (let place = 0; place < data.length; place += 4) count += data.slice(place, place + 4).join() === wanted;
+    return count;
+"""
+
+
+def _places(part: Element) -> list[tuple[float, float]]:
+    pairs = [pair.split(",") for pair in str(part.get("points")).split()]
+    return [(float(x), float(y)) for x, y in pairs]
 
 
 def start_chromium(profile: Path) -> webdriver.Chrome:
@@ -61,15 +79,37 @@ class Page:
     def press(self, name: str, value: str) -> None:
         self.click(f"[aria-label='{name}'] [data-value='{value}']")
 
-    def curves(self, within: str = "#curves") -> dict[str, str]:
-        found = self.all(f"{within} path.curve")
-        return {str(path.get_attribute("data-name")): str(path.get_attribute("d")) for path in found}
+    def svg(self, within: str = "#curves") -> list[Element]:
+        """The parts of the chart in an element as the page writes it down for downloading; none without a chart."""
+        script = (
+            "const chart = charts.get(document.querySelector(arguments[0])); return chart ? chartSvg(chart) : '<svg/>'"
+        )
+        return list(fromstring(self.browser.execute_script(script, within)).iter())
 
-    def column(self, number: int) -> list[str]:
-        return self.texts(f"#table tbody td:nth-child({number})")
+    def curves(self, within: str = "#curves") -> dict[str, list[tuple[float, float]]]:
+        """The places of every curve's points, by the curve's name."""
+        found = [part for part in self.svg(within) if part.get("class") == "curve"]
+        return {str(part.get("data-name")): _places(part) for part in found}
+
+    def bands(self) -> int:
+        return sum(part.get("class") == "band" for part in self.svg())
+
+    def rules(self) -> list[str]:
+        return [str(part.text) for part in self.svg() if part.get("class") == "rule" and part.text]
+
+    def painted(self, slot: int) -> int:
+        """How many pixels of the canvas have a curve's colour, exactly."""
+        return int(self.browser.execute_script(COUNT, slot))
+
+    def column(self, number: int, table: str = "#table") -> list[str]:
+        return self.texts(f"{table} tbody td:nth-child({number})")
+
+    def lines(self, number: int, table: str = "#table") -> list[list[str]]:
+        """The lines of each cell of a column."""
+        return [cell.text.splitlines() for cell in self.all(f"{table} tbody td:nth-child({number})")]
 
     def ticks(self) -> list[str]:
-        return self.texts("#curves .axes text[text-anchor=end]")
+        return [str(part.text) for part in self.svg() if part.get("text-anchor") == "end"]
 
     def choose(self, selector: str, text: str) -> None:
         Select(self.one(selector)).select_by_visible_text(text)

@@ -23,6 +23,7 @@ from rkfac_lab.tables import Failure
 
 from .handmade import make_run
 
+ASSETS = Path(str(resources.files("rkfac_lab"))) / "assets"
 HOSTILE = "</script><img src=x onerror=\"document.title='broken in'\"><!--"
 
 
@@ -121,8 +122,10 @@ def test_the_bands_are_median_and_range_over_seeds_at_equal_epochs() -> None:
     ]
     [optimizer] = report.contents(runs)["groups"][0]["optimizers"]
     assert optimizer["bands"]["test_accuracy"] == {
-        "epoch": [1, 2],
         "seconds": [2, 4],
+        "cpu_seconds": [3, 6],
+        "step": [6, 12],
+        "epoch": [1, 2],
         "middle": [0.2, 0.7],
         "low": [0.1, 0.6],
         "high": [0.6, 0.9],
@@ -163,7 +166,7 @@ def test_layers_are_turned_into_lists_over_training() -> None:
     uncovered = {"name": "b", "covered": False, "rank_input": None, "reason": "excluded", "seconds": {}}
     records = [layers_record(1, first), layers_record(2, later, uncovered)]
     layers = report.contents([replace(make_run("k-fac"), layers=records)])["groups"][0]["runs"][0]["layers"]
-    assert (layers["epoch"], layers["train_seconds"]) == ([1, 2], [1.5, 3.0])
+    assert (layers["epoch"], layers["seconds"]) == ([1, 2], [1.5, 3.0])
     a, b = layers["items"]
     assert (a["rank_input"], a["clip"]) == ([3, 5], [0.333333, 1])
     assert (a["bytes"], a["seconds"]) == ({"basis": 8}, {"apply": 4.0})
@@ -205,14 +208,14 @@ def test_failures_are_rows_of_the_table() -> None:
 
 
 def test_text_of_runs_stays_data() -> None:
-    run = replace(make_run(HOSTILE, workload=HOSTILE), config={"note": HOSTILE})
+    run = replace(make_run(HOSTILE, workload=HOSTILE), config={"label": HOSTILE})
     page = Elements(report.page([run]))
     names = [name for name, _ in page.found]
     assert names.count("script") == 2
     assert "img" not in names
     assert not any(key.startswith("on") or key in {"src", "href"} for _, attributes in page.found for key in attributes)
     group = json.loads(page.texts["script"][0])["groups"][0]
-    assert (group["workload"], group["runs"][0]["label"], group["runs"][0]["config"]["note"]) == (HOSTILE,) * 3
+    assert (group["workload"], group["runs"][0]["label"], group["runs"][0]["config"]["label"]) == (HOSTILE,) * 3
     assert "".join(page.texts["title"]) == HOSTILE
 
 
@@ -236,11 +239,73 @@ def test_the_page_allows_its_own_script_and_style_and_nothing_else() -> None:
     own = f"script-src {source(script)}; style-src {source(style)}"
     assert policy == f"default-src 'none'; {own}; base-uri 'none'; form-action 'none'"
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|fetch\(|import\(", script)
-    assert set(re.findall(r"https?://[^\"' ]+", script + style)) == {"http://www.w3.org/2000/svg"}
+    comment = "https://github.com/leeoniya/uPlot"  # in uPlot's first line
+    assert set(re.findall(r"https?://[^\"' ]+", script + style)) == {"http://www.w3.org/2000/svg", comment}
+    assert (ASSETS / "vendor" / "uPlot.LICENSE").read_text() in script  # who copies it copies its licence
+
+
+def test_foreign_code_is_as_it_was_published() -> None:
+    readme = (ASSETS / "vendor" / "README.md").read_text()
+    listed = dict(re.findall(r"`([^`]+)` \| ([0-9a-f]{64})", readme))
+    here = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in (ASSETS / "vendor").iterdir()}
+    assert listed == {name: digest for name, digest in here.items() if name != "README.md"}
+    assert "uPlot 1.6.32" in readme
+    assert "v1.6.32" in (ASSETS / "vendor" / "uPlot.iife.min.js").read_text()[:100]
+
+
+def budgeted(label: str, seed: int = 1, value: float = 0.9, **config: Any) -> Run:
+    return replace(make_run(label, seed, accuracies=(0.5, value)), config=config)
+
+
+def test_runs_of_different_budgets_are_shown_apart() -> None:
+    runs = [budgeted("sgd", seed, 0.1 * epochs, epochs=epochs) for seed in (1, 2) for epochs in (4, 8)]
+    groups = report.contents([*runs, budgeted("adamw", epochs=4, batch_size=None)])["groups"]
+    assert [(group["workload"], group["budget"]) for group in groups] == [("digits-mlp", f"{n} epochs") for n in (4, 8)]
+    assert [[row["label"] for row in group["table"]["rows"]] for group in groups] == [["sgd", "adamw"], ["sgd"]]
+    assert [group["table"]["rows"][0]["best"]["mean"] for group in groups] == pytest.approx([0.5, 0.8])
+    for group in groups:
+        assert "different budgets (4 epochs; 8 epochs). They are shown apart" in group["warnings"][0]
+
+
+@pytest.mark.parametrize(
+    ("key", "values", "words"),
+    [
+        ("epochs", (1, 4), ("1 epoch", "4 epochs")),
+        ("max_steps", (10, 20), ("at most 10 steps", "at most 20 steps")),
+        ("time_budget", (1.5, 9.0), ("at most 1.5 seconds", "at most 9 seconds")),
+        ("batch_size", (32, 64), ("batches of 32", "batches of 64")),
+        ("max_steps", (None, 20), ("", "at most 20 steps")),
+    ],
+)
+def test_each_part_of_a_budget_tells_runs_apart(key: str, values: tuple[Any, ...], words: tuple[str, ...]) -> None:
+    groups = report.contents([budgeted("sgd", seed, **{key: value}) for seed, value in enumerate(values)])["groups"]
+    assert [group["budget"] for group in groups] == list(words)
+    assert [len(group["runs"]) for group in groups] == [1, 1]
+
+
+def test_optimizers_with_a_budget_of_their_own_stay_together_and_that_is_said() -> None:
+    runs = [budgeted("sgd", seed, epochs=8, batch_size=32) for seed in (1, 2)]
+    [group] = report.contents([*runs, budgeted("adamw", epochs=4, batch_size=32)])["groups"]
+    assert [entry["budget"] for entry in group["optimizers"]] == ["8 epochs, batches of 32", "4 epochs, batches of 32"]
+    assert group["warnings"] == [
+        "These optimizers had different budgets, and their curves and times are of different trainings "
+        "(sgd: 8 epochs, batches of 32; adamw: 4 epochs, batches of 32)."
+    ]
+
+
+def test_runs_of_one_label_with_other_settings_are_not_averaged() -> None:
+    def given(seed: int, lr: float, **other: Any) -> Run:
+        return budgeted("sgd", seed, optimizer={"name": "sgd", "arguments": {"lr": lr}}, epochs=2, **other)
+
+    runs = [given(1, 0.1), given(2, 0.1, data_dir="elsewhere"), given(1, 0.3)]
+    [group] = report.contents(runs)["groups"]
+    assert [(row["label"], row["runs"]) for row in group["table"]["rows"]] == [("sgd (lr 0.1)", 2), ("sgd (lr 0.3)", 1)]
+    assert [run["label"] for run in group["runs"]] == ["sgd (lr 0.1)", "sgd (lr 0.1)", "sgd (lr 0.3)"]
+    assert group["warnings"] == []
 
 
 def test_the_page_has_the_colours_of_the_figures() -> None:
-    css = (resources.files("rkfac_lab") / "assets" / "page.css").read_text()
+    css = (ASSETS / "page.css").read_text()
     slots = {int(slot): colour for slot, colour in re.findall(r"\.s(\d) \{ --c: (.*?); \}", css)}
     slots = {
         slot: re.findall(r"--black: (.*?);", css)[0] if "black" in colour else colour for slot, colour in slots.items()

@@ -1,8 +1,8 @@
 /* The page: one state, and one function a section that draws it from the state. */
 
 const data = JSON.parse(byId("data").textContent);
-const state = { group: 0, metric: null, axis: "epoch", scale: "log", time: "linear", seeds: "band", hidden: new Set(), view: null,
-  sort: null, run: 0, layer: 0 };
+const state = { group: 0, metric: null, axis: "seconds", scale: "log", time: "linear", seeds: "band", hidden: new Set(),
+  sort: null, reference: null, run: 0, layer: 0 };
 
 function group() {
   return data.groups[state.group];
@@ -12,9 +12,12 @@ function isAccuracy(metric) {
   return metric.endsWith("accuracy");
 }
 
-function metricLabel(metric) {
-  const words = metric.replaceAll("_", " ");
+function capital(words) {
   return words.charAt(0).toUpperCase() + words.slice(1);
+}
+
+function metricLabel(metric) {
+  return capital(metric.replaceAll("_", " "));
 }
 
 function metricValue(metric, value, digits) {
@@ -33,24 +36,28 @@ function swatch(optimizer) {
 
 /* Header */
 
+function title(entry) {
+  const alone = data.groups.filter((other) => other.workload === entry.workload).length === 1;
+  return alone ? entry.workload : `${entry.workload}, ${entry.budget || "budget not recorded"}`;
+}
+
 function drawHeader() {
-  const { workload, runs, optimizers, machines } = group();
+  const { workload, budget, runs, optimizers, machines, warnings } = group();
   byId("title").replaceChildren(workload);
   const seeds = new Set(runs.map((run) => run.seed)).size;
   const statuses = new Map();
   for (const run of runs) statuses.set(run.status, (statuses.get(run.status) || 0) + 1);
   const outcome = [...statuses].map(([status, count]) => `${count} ${status}`).join(", ");
   byId("compared").replaceChildren(`${optimizers.map((optimizer) => optimizer.label).join(", ")} compared over `
-    + `${plural(seeds, "seed")}: ${plural(runs.length, "run")} (${outcome}).`);
-  const choices = data.groups.map((entry, index) => [index, entry.workload]);
+    + `${plural(seeds, "seed")}: ${plural(runs.length, "run")} (${outcome})${budget ? ` of ${budget}` : ""}.`);
+  const choices = data.groups.map((entry, index) => [index, title(entry)]);
   replaceKeepingFocus(byId("workloads"), ...(choices.length > 1 ? [segments("Workload", choices, state.group, chooseGroup)] : []));
   const remarks = runs.flatMap((run) => run.remarks.map((remark) => `${run.name}: ${remark}`));
-  if (machines.length > 1) remarks.unshift("These runs come from different machines, thread counts or versions: their seconds do not compare.");
-  byId("warnings").replaceChildren(...remarks.map((remark) => element("li", {}, remark)));
+  byId("warnings").replaceChildren(...warnings.map((warning) => element("li", {}, element("b", {}, warning))), ...remarks.map((remark) => element("li", {}, remark)));
   byId("promises").replaceChildren(...group().promises.map((promise) => element("li", {}, promise.sentence)));
   byId("highlights").replaceChildren(...highlights(group().table));
   byId("facts").replaceChildren(...machines.flatMap(machineFacts));
-  byId("made").replaceChildren(`Page made ${data.created} by rkfac ${data.version}.`);
+  byId("made").replaceChildren(`Page made ${data.created} by rkfac ${data.version}. Charts by uPlot (MIT licence).`);
 }
 
 function card(what, value, more) {
@@ -81,7 +88,7 @@ function highlights(table) {
   if (found) {
     const result = found.winner.targets[found.index];
     cards.push(card(`Fastest to ${targetLabel(found.target)}`, found.winner.label,
-      `${formatSeconds(result.seconds.mean)}, reached by ${result.hits} of ${plural(result.runs, "run")}`));
+      `${formatSeconds(result.seconds.mean)}, ${result.steps.mean.toFixed(0)} steps, reached by ${result.hits} of ${plural(result.runs, "run")}`));
   }
   const sign = table.mode === "max" ? -1 : 1;
   const best = lowest(table.rows, (row) => (row.best ? sign * row.best.mean : null));
@@ -98,36 +105,48 @@ function machineFacts({ name, size, versions, dates }) {
   return facts.filter(([, value]) => value).map(([key, value]) => element("div", {}, element("dt", {}, key), element("dd", {}, value)));
 }
 
-/* Table 1 */
+/* Tables */
 
-/* A column: its heading (under `over` where it belongs to a group), the number it sorts by, its text, a remark in small
+function targetName(target, oneMetric) {
+  return oneMetric ? `${target.mode === "max" ? "≥" : "≤"} ${metricValue(target.metric, target.value, "short")}` : targetLabel(target);
+}
+
+/* One column a target, under what they have in common. */
+function targetColumns(targets, what, column) {
+  const oneMetric = new Set(targets.map((target) => target.metric + target.mode)).size === 1;
+  return targets.map((target, index) => ({ over: oneMetric ? `${what} to ${metricLabel(target.metric).toLowerCase()}` : `${what} to`,
+    name: targetName(target, oneMetric), ...column(index) }));
+}
+
+/* A column: its heading (under `over` where it belongs to a group), the number it sorts by, its text, remarks in small
    print, whether low or high is best (absent: neither), and which rows may be best (absent: all): a mean time over a
    few lucky runs is not marked. */
-function columns(table) {
-  const { targets, rows } = table;
-  const last = targets.length - 1;
-  const oneMetric = new Set(targets.map((target) => target.metric + target.mode)).size === 1;
-  const value = (target) => metricValue(target.metric, target.value, "short");
-  const short = (target) => (oneMetric ? `${target.mode === "max" ? "≥" : "≤"} ${value(target)}` : targetLabel(target));
-  const missed = ({ hits, runs }) => (hits > 0 && hits < runs ? `${hits} of ${runs} runs` : "");
-  const metric = metricLabel(table.metric).toLowerCase();
-  const always = (index) => (row) => row.targets[index].hits === row.targets[index].runs;
+function columns({ targets, rows, metric, mode }) {
+  const costs = ({ cpu_seconds, steps }) => [cpu_seconds ? `${spreadText(cpu_seconds, timeDecimals)} CPU s` : "", steps ? `${spreadText(steps, () => 0)} steps` : ""];
+  const missed = ({ hits, runs }) => (hits < runs ? `${hits} of ${plural(runs, "run")}` : "");
   return [
     { name: "Optimizer", sort: (row) => row.label, text: (row) => row.label },
-    ...targets.map((target, index) => ({ over: oneMetric ? `Seconds to ${metricLabel(target.metric).toLowerCase()}` : "Seconds to", name: short(target),
-      best: "low", eligible: always(index), sort: (row) => row.targets[index].seconds?.mean, text: (row) => spreadText(row.targets[index].seconds, timeDecimals),
-      remark: (row) => missed(row.targets[index]) })),
+    ...targetColumns(targets, "Seconds", (index) => ({ best: "low", eligible: (row) => row.targets[index].hits === row.targets[index].runs,
+      sort: (row) => row.targets[index].seconds?.mean, text: (row) => spreadText(row.targets[index].seconds, timeDecimals),
+      remarks: (row) => [missed(row.targets[index]), ...costs(row.targets[index])] })),
     { name: "Seconds per epoch", best: "low", sort: (row) => row.epoch_seconds?.mean, text: (row) => spreadText(row.epoch_seconds, timeDecimals) },
-    ...(last < 0 ? [] : [
-      { name: `Runs that hit ${value(targets[last])}`, sort: (row) => row.targets[last].hits / row.targets[last].runs,
-        text: (row) => `${row.targets[last].hits} of ${row.targets[last].runs}` },
-      { name: `Steps to ${value(targets[last])}`, best: "low", eligible: always(last), sort: (row) => row.targets[last].steps?.mean,
-        text: (row) => spreadText(row.targets[last].steps, () => 0) },
-      { name: `CPU seconds to ${value(targets[last])}`, best: "low", eligible: always(last), sort: (row) => row.targets[last].cpu_seconds?.mean,
-        text: (row) => spreadText(row.targets[last].cpu_seconds, timeDecimals) }]),
-    { name: `Best ${metric}${isAccuracy(table.metric) ? ", %" : ""}`, best: table.mode === "max" ? "high" : "low", sort: (row) => row.best?.mean,
-      text: (row) => (isAccuracy(table.metric) ? spreadText(row.best, () => 2, 100) : spreadText(row.best, timeDecimals)) },
+    { name: `Best ${metricLabel(metric).toLowerCase()}${isAccuracy(metric) ? ", %" : ""}`, best: mode === "max" ? "high" : "low", sort: (row) => row.best?.mean,
+      text: (row) => (isAccuracy(metric) ? spreadText(row.best, () => 2, 100) : spreadText(row.best, timeDecimals)) },
     ...(rows.some((row) => row.notes) ? [{ name: "Notes", sort: (row) => row.notes, text: (row) => row.notes }] : []),
+  ];
+}
+
+/* Each row's means divided by those of the reference. */
+function ratioColumns({ targets }, base) {
+  const share = (mine, its) => (mine && its?.mean ? mine.mean / its.mean : null);
+  const text = (value) => (value === null ? ABSENT : value.toFixed(2));
+  const of = (row, index, cost) => share(row.targets[index][cost], base.targets[index][cost]);
+  return [
+    { name: "Optimizer", text: (row) => row.label },
+    ...targetColumns(targets, "Seconds", (index) => ({ text: (row) => text(of(row, index, "seconds")),
+      remarks: (row) => [["cpu_seconds", "CPU"], ["steps", "steps"]].map(([cost, name]) => [of(row, index, cost), name]).filter(([value]) => value !== null)
+        .map(([value, name]) => `${name} ${text(value)}`) })),
+    { name: "Seconds per epoch", text: (row) => text(share(row.epoch_seconds, base.epoch_seconds)) },
   ];
 }
 
@@ -169,8 +188,15 @@ function sorted(rows, column, direction) {
   });
 }
 
+function cell(row, column, index, best) {
+  const optimizer = index === 0 ? group().optimizers.find((entry) => entry.label === row.label) : null;
+  const isBest = best !== null && best !== undefined && column.sort(row) === best && (column.eligible?.(row) ?? true);
+  return element("td", { class: isBest ? "best" : null }, optimizer ? swatch(optimizer) : null, column.text(row),
+    ...(column.remarks?.(row) ?? []).filter(Boolean).map((remark) => element("small", {}, remark)));
+}
+
 function drawTable() {
-  const { table, optimizers } = group();
+  const { table } = group();
   const all = columns(table);
   const rows = state.sort ? sorted(table.rows, all[state.sort.column], state.sort.direction) : table.rows;
   const heading = (column, index) => {
@@ -180,68 +206,115 @@ function drawTable() {
       button(column.name, { class: column.over ? "short" : null }, () => { state.sort = { column: index, direction }; drawTable(); }));
   };
   const bests = all.map((column) => bestOf(table.rows, column));
-  const line = (row) => element("tr", {}, ...all.map((column, index) => {
-    const optimizer = index === 0 ? optimizers.find((entry) => entry.label === row.label) : null;
-    const isBest = bests[index] !== null && column.sort(row) === bests[index] && (column.eligible?.(row) ?? true);
-    return element("td", { class: isBest ? "best" : null }, optimizer ? swatch(optimizer) : null, column.text(row),
-      column.remark?.(row) ? element("small", {}, column.remark(row)) : null);
-  }));
-  replaceKeepingFocus(byId("table"), element("thead", {}, groupHeadings(all), element("tr", {}, ...all.map(heading))), element("tbody", {}, ...rows.map(line)));
-  byId("table-note").replaceChildren("Mean ± sample standard deviation over the runs that reached the target; seconds per epoch over every "
+  replaceKeepingFocus(byId("table"), element("thead", {}, groupHeadings(all), element("tr", {}, ...all.map(heading))),
+    element("tbody", {}, ...rows.map((row) => element("tr", {}, ...all.map((column, index) => cell(row, column, index, bests[index]))))));
+  byId("table-note").replaceChildren("Mean ± sample standard deviation over the runs that reached the target, with the CPU seconds and steps it took; seconds per epoch over every "
     + "epoch of every run. Seconds are training only, evaluation excluded. The best of a column is marked, among those that always reached the target; click a heading to sort.");
+}
+
+function drawRatios() {
+  const { table } = group();
+  byId("ratios-part").hidden = table.rows.length < 2;
+  const base = table.rows[state.reference];
+  const all = ratioColumns(table, base);
+  replaceKeepingFocus(byId("ratio-controls"), dropdown("Divided by those of", "reference", table.rows.map((row, index) => [index, row.label]), state.reference,
+    (value) => { state.reference = value; drawRatios(); }));
+  byId("ratios").replaceChildren(element("thead", {}, groupHeadings(all), element("tr", {}, ...all.map((column) => element("th", { scope: "col" }, element("span", {}, column.name))))),
+    element("tbody", {}, ...table.rows.map((row) => element("tr", { class: row === base ? "chosen" : null }, ...all.map((column, index) => cell(row, column, index))))));
+  byId("ratios-note").replaceChildren(base.targets.some((result) => result.hits) || !base.targets.length ? ""
+    : `${base.label} never reached a target, so that there is nothing to divide by; choose another row.`);
+}
+
+/* What was compared */
+
+function settingsText(settings) {
+  return Object.entries(settings).map(([name, value]) => `${name} = ${typeof value === "object" ? JSON.stringify(value) : value}`).join(", ");
+}
+
+function drawSettings() {
+  const { optimizers, commands } = group();
+  const several = new Set(optimizers.map((optimizer) => optimizer.budget)).size > 1;
+  byId("settings").replaceChildren(element("tbody", {}, ...optimizers.map((optimizer) => element("tr", {}, element("td", {}, swatch(optimizer), optimizer.label),
+    element("td", {}, element("code", {}, settingsText(optimizer.settings) || "its defaults"), element("small", {}, capital(optimizer.chosen)),
+      several ? element("small", {}, `Budget: ${optimizer.budget || "not recorded"}.`) : null)))));
+  byId("commands").replaceChildren(...(commands.length ? commands.map((command) => element("pre", { tabindex: 0 }, command))
+    : [element("p", { class: "note" }, "No command of a comparison was kept with these runs. The command of each run stands with it, at the end.")]));
 }
 
 /* Curves */
 
+const AXES = [["seconds", "Seconds", "Training seconds"], ["cpu_seconds", "CPU seconds", "CPU seconds of training"], ["step", "Steps", "Step"], ["epoch", "Epochs", "Epoch"]];
+
+function isTime(axis) {
+  return axis.endsWith("seconds");
+}
+
 /* Log seconds when the slowest optimizer took so long that the others would be squeezed to the left. */
 function timeScale(runs) {
-  const ends = runs.map((run) => run.epochs.train_seconds.at(-1)).filter(finite);
+  const ends = runs.map((run) => run.epochs.seconds.at(-1)).filter(finite);
   return Math.max(...ends) > 6 * Math.min(...ends) ? "log" : "linear";
+}
+
+function where(places, index) {
+  return `${formatSeconds(places.seconds[index])} · step ${formatNumber(places.step[index], 7)} · epoch ${formatNumber(places.epoch[index])}`;
 }
 
 /* The summary over seeds comes with the page, computed by the same code as the printed figures. */
 function bandPoints(band, metric, axis) {
-  return (band?.epoch ?? []).map((epoch, index) => {
-    const [low, high, seconds] = [band.low[index], band.high[index], band.seconds[index]];
+  return (band?.middle ?? []).map((y, index) => {
+    const [low, high] = [band.low[index], band.high[index]];
     const range = high > low ? `${metricValue(metric, low)} to ${metricValue(metric, high)} · ` : "";
-    return { x: axis === "epoch" ? epoch : seconds, y: band.middle[index], low, high, note: `${range}epoch ${formatNumber(epoch)} · ${formatSeconds(seconds)}` };
+    return { x: band[axis][index], y, low, high, step: band.step[index], note: `${range}${where(band, index)}` };
   });
 }
 
-function runPoints(run, metric, axis) {
-  return run.epochs.epoch.map((epoch, index) => {
-    const seconds = run.epochs.train_seconds[index];
-    return { x: axis === "epoch" ? epoch : seconds, y: run.epochs[metric]?.[index], low: null, high: null, note: `epoch ${formatNumber(epoch)} · ${formatSeconds(seconds)}` };
-  });
+function runPoints({ epochs }, metric, axis) {
+  return epochs.step.map((step, index) => ({ x: epochs[axis][index], y: epochs[metric]?.[index], low: null, high: null, step, note: where(epochs, index) }));
 }
 
 function series() {
   const { optimizers, runs } = group();
-  return optimizers.filter((optimizer) => !state.hidden.has(optimizer.label)).flatMap((optimizer) => {
+  const all = optimizers.filter((optimizer) => !state.hidden.has(optimizer.label)).flatMap((optimizer) => {
     const style = { slot: optimizer.slot, dash: optimizer.dash };
     if (state.seeds === "band") return [{ name: optimizer.label, ...style, points: bandPoints(optimizer.bands[state.metric], state.metric, state.axis) }];
     return runs.filter((run) => run.label === optimizer.label).map((run) => (
       { name: `${optimizer.label}, seed ${run.seed}`, ...style, thin: true, points: runPoints(run, state.metric, state.axis) }));
   });
+  return all.map((entry) => ({ ...entry, same: JSON.stringify(entry.points.map(({ step, y }) => [step, y])) }));
+}
+
+/* Curves that are the same at every evaluation, said in words: no colour shows two lines in one place. */
+function equalCurves(shown) {
+  const groups = new Map();
+  for (const entry of shown.filter((one) => one.points.length)) groups.set(entry.same, [...(groups.get(entry.same) ?? []), entry.name]);
+  const metric = metricLabel(state.metric).toLowerCase();
+  return [...groups.values()].filter((names) => names.length > 1).map((names) => `${names.slice(0, -1).join(", ")} and ${names.at(-1)} have exactly the same ${metric} at every evaluation.`
+    + `${isTime(state.axis) ? "" : " Where one lies on the other, the lower one is drawn wider."}`);
 }
 
 function change(part) {
   return (value) => {
     state[part] = value;
-    state.view = null;
     drawCurves();
   };
 }
 
 function drawControls() {
   const spacings = [["linear", "Linear"], ["log", "Log"]];
-  const reset = button("Reset zoom", { class: "plain", id: "reset-zoom" }, () => change("view")(null));
+  const axes = AXES.filter(([axis]) => group().optimizers.every((optimizer) => axis in optimizer.bands[state.metric]));
   replaceKeepingFocus(byId("controls"),
     segments("Shown", group().metrics.map((metric) => [metric, metricLabel(metric)]), state.metric, change("metric")),
-    segments("Against", [["epoch", "Epochs"], ["seconds", "Seconds"]], state.axis, change("axis")),
+    segments("Against", axes, state.axis, change("axis")),
     segments("Scale", spacings, state.scale, change("scale")),
-    ...(state.axis === "seconds" ? [segments("Time scale", spacings, state.time, change("time"))] : []),
-    segments("Seeds", [["band", "Median and range"], ["each", "Every run"]], state.seeds, change("seeds")), ...(state.view ? [reset] : []));
+    ...(isTime(state.axis) ? [segments("Time scale", spacings, state.time, change("time"))] : []),
+    segments("Seeds", [["band", "Median and range"], ["each", "Every run"]], state.seeds, change("seeds")),
+    button("Reset zoom", { class: "plain", id: "reset-zoom", hidden: true }, drawCurves));
+  const name = group().workload.replaceAll(/[^A-Za-z0-9.-]+/g, "-");
+  replaceKeepingFocus(byId("downloads"),
+    button("Curves as CSV", { class: "plain", id: "curves-csv" }, () => download(`${name}-curves.csv`, "text/csv", curvesCsv(group()))),
+    button("Table as CSV", { class: "plain", id: "table-csv" }, () => download(`${name}-table.csv`, "text/csv", group().csv)),
+    button("Chart as SVG", { class: "plain", id: "chart-svg", disabled: !charts.has(byId("curves")) },
+      () => download(`${name}-${state.metric}-${state.axis}.svg`, "image/svg+xml", chartSvg(charts.get(byId("curves"))))));
   replaceKeepingFocus(byId("legend"), ...group().optimizers.map((optimizer) => {
     const entry = button("", { "aria-pressed": String(!state.hidden.has(optimizer.label)), title: "Show or hide" }, () => {
       if (!state.hidden.delete(optimizer.label)) state.hidden.add(optimizer.label);
@@ -255,30 +328,28 @@ function drawControls() {
 const SCALE_REMARK = { linear: "", log: " (log scale)", error: " (spaced by the log of the error)" };
 
 function drawCurves() {
-  drawControls();
   const rules = group().table.targets.filter((target) => target.metric === state.metric)
     .map((target) => ({ y: target.value, label: metricValue(target.metric, target.value, "short") }));
   const ySpacing = state.scale === "log" && isAccuracy(state.metric) ? "error" : state.scale;
-  const xSpacing = state.axis === "seconds" ? state.time : "linear";
-  lineChart(byId("curves"), { series: series(), rules, xSpacing, ySpacing, view: state.view, wholeX: state.axis === "epoch",
-    fromZero: state.axis === "seconds", xLabel: (state.axis === "epoch" ? "Epoch" : "Training seconds") + SCALE_REMARK[xSpacing],
-    yLabel: metricLabel(state.metric) + SCALE_REMARK[ySpacing],
+  const xSpacing = isTime(state.axis) ? state.time : "linear";
+  const shown = series();
+  const [, , xLabel] = AXES.find(([axis]) => axis === state.axis);
+  lineChart(byId("curves"), { series: shown, rules, xSpacing, ySpacing, wholeX: !isTime(state.axis), fromZero: state.axis !== "epoch",
+    xLabel: xLabel + SCALE_REMARK[xSpacing], yLabel: metricLabel(state.metric) + SCALE_REMARK[ySpacing],
     tickY: (value) => metricValue(state.metric, value, "short"), formatY: (value) => metricValue(state.metric, value),
-    formatX: (value) => (state.axis === "epoch" ? `Epoch ${formatNumber(value)}` : `${formatSeconds(value)} of training`),
-    onZoom: (view) => { state.view = view; drawCurves(); } });
+    formatX: (value) => (isTime(state.axis) ? `${formatSeconds(value)}${state.axis === "seconds" ? "" : " of CPU time"}` : `${xLabel} ${formatNumber(value, 7)}`),
+    onZoom: () => { byId("reset-zoom").hidden = false; } });
+  drawControls();
+  byId("equal").replaceChildren(...equalCurves(shown).map((sentence) => element("p", {}, sentence)));
   const how = "Point to read values, drag to zoom, click a name above to hide it.";
   byId("curves-note").replaceChildren(state.seeds === "band"
-    ? `Line: median over seeds at each evaluation; band: smallest to largest; dotted: the targets. Against seconds, an evaluation stands at its median training time. ${how}`
+    ? `Line: median over seeds at each evaluation; band: smallest to largest; dotted: the targets. Against time, an evaluation stands at its median. ${how}`
     : `One line a run. ${how}`);
 }
 
 function chooseGroup(index) {
-  Object.assign(state, { group: index, metric: data.groups[index].metrics[0], time: timeScale(data.groups[index].runs),
-    hidden: new Set(), view: null, sort: null, run: 0, layer: 0 });
-  drawHeader();
-  drawTable();
-  drawCurves();
-  drawTime();
-  drawLayers();
-  drawRuns();
+  const { metrics, runs, table } = data.groups[index];
+  Object.assign(state, { group: index, metric: metrics[0], axis: "seconds", time: timeScale(runs), hidden: new Set(), sort: null,
+    reference: Math.max(0, table.rows.findIndex((row) => row.label === table.reference)), run: 0, layer: 0 });
+  for (const draw of [drawHeader, drawTable, drawRatios, drawSettings, drawCurves, drawTime, drawLayers, drawRuns]) draw();
 }
