@@ -178,7 +178,12 @@ def _check_matrices(call: _Call, adapter: KroneckerAdapter) -> None:
     call.same("stored", "the weight", stored, matrix if columns is None else matrix[..., columns])
     if call.bias:
         tensors = [weight, torch.randn_like(call.trained[1])]
-        call.shaped("vector", "the bias", call.said("vector", tensors[1]).shape, out)
+        vector = tuple(call.said("vector", tensors[1]).shape)
+        if vector != tuple(out):
+            raise AssertionError(
+                f"{call.who}.vector makes {vector} of the bias, and output_shape says {tuple(out)}: is the weight stored the "
+                "other way round (transposed)?"
+            )
         joined = call.said("joined", tensors, torch.float64)
         for name, one, again in zip(("weight", "bias"), tensors, call.said("parted", joined, tensors), strict=True):
             call.same("parted", f"a {name} that was joined and parted", again, one)

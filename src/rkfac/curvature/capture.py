@@ -183,7 +183,8 @@ class Capture:
         if x is None or not isinstance(output, Tensor):
             return
         # A Linear layer's output on sequences is a view, and an in-place activation behind it goes past the view's hooks.
-        self._found(watched, use, module, x, output, compat.behind_view(output), partial(_shaped, output.shape))
+        source = compat.behind_view(output)
+        self._found(watched, use, module, x, output, source, _seen_from(source, output))
 
     def entered(self, inside: Inside[tuple[Watched, Use]]) -> None:
         """A module that uses weights without calling their owners begins to run."""
@@ -327,8 +328,23 @@ class Capture:
         return self._pass
 
 
+def _seen_from(source: Tensor, output: Tensor) -> Callable[[Tensor], Tensor]:
+    """What makes the gradient at an output of that at what it is a view of, knowing nothing but their shapes."""
+    if source is output or (source.is_contiguous() and output.is_contiguous()):
+        return partial(_shaped, output.shape)
+    offset = output.storage_offset() - source.storage_offset()
+    return partial(_as_viewed, source.shape, source.stride(), output.shape, output.stride(), offset)
+
+
 def _shaped(shape: torch.Size, g: Tensor) -> Tensor:
     return g.reshape(shape)
+
+
+def _as_viewed(
+    shape: torch.Size, strides: tuple[int, ...], seen: torch.Size, seen_strides: tuple[int, ...], offset: int, g: Tensor
+) -> Tensor:
+    """A layer that ends with a transposition returns its product's elements in another order."""
+    return g.new_empty_strided(shape, strides).copy_(g).as_strided(seen, seen_strides, offset)
 
 
 def _holds_something(gradient: Tensor | None) -> bool:

@@ -62,6 +62,10 @@ class Adapter(ABC):
     def count(self, module: nn.Module, g: Tensor, sharing: str) -> int:
         """How many rows a call with output gradient g has."""
 
+    @abstractmethod
+    def positions(self, module: nn.Module, g: Tensor) -> int:
+        """How many positions the output has, of all samples: what a loss may average over."""
+
     def samples(self, module: nn.Module, x: Tensor) -> int | None:
         """Samples in an input, where its shape says so for certain; None: every leading position counts as one."""
         return None
@@ -98,6 +102,10 @@ class KroneckerAdapter(Adapter):
     @abstractmethod
     def output_shape(self, module: nn.Module) -> tuple[int, ...]:
         """Likewise of the output factor."""
+
+    def positions(self, module: nn.Module, g: Tensor) -> int:
+        """Every position has a row."""
+        return self.count(module, g, "expand")
 
     def by_sample(
         self, module: nn.Module, x: Tensor, g: Tensor, bias: bool, sharing: str, drawn: Tensor | None = None
@@ -173,6 +181,10 @@ class UnitAdapter(Adapter):
         self, module: nn.Module, x: Tensor, g: Tensor, sharing: str, drawn: Tensor | None = None
     ) -> Tensor:
         """Gradients (n, units, 2) of (scale, shift), a sample each, or (n, units, 1) without a trained shift."""
+
+    def positions(self, module: nn.Module, g: Tensor) -> int:
+        """All units are at every position."""
+        return g.numel() // self.weight(module).numel()
 
     def gradient(self, module: nn.Module, x: Tensor, g: Tensor) -> Tensor:
         """The sum over samples of the scale's part."""

@@ -172,9 +172,12 @@ def _left_out(
         own = own_parameters(module)
         rest = {key: p for key, p in own.items() if id(p) not in owned}
         block = partly.get(id(module))
-        inner = block is not None and block.uses[0].within is not None
-        if not rest or (block is not None and not block.tied and not inner):
-            continue  # a weight in another's place is its block's trouble
+        if block is not None and not block.tied and block.uses[0].within is None:
+            adapter = block.uses[0].adapter
+            # A weight in another's place is its block's trouble.
+            rest = {key: p for key, p in rest.items() if key not in (adapter.weight_name, adapter.bias_name)}
+        if not rest:
+            continue
         new = {key: p for key, p in rest.items() if id(p) not in counted}
         counted.update(map(id, new.values()))
         if block is None and not any(f"{name}.{key}".removeprefix(".") in reasons for key in rest):
@@ -183,11 +186,18 @@ def _left_out(
             continue
         for key, p in new.items():
             full = f"{name}.{key}".removeprefix(".")
-            why = reasons.get(full) or f"{key} of {compat.kind_of(module).__name__} is not a part of one projection"
-            if block is not None and block.tied:
-                why = f"its weight is preconditioned with that of {block.name!r}, and no bias takes part in that"
+            why = reasons.get(full) or _beside(block, key, compat.kind_of(module).__name__)
             found[full] = LeftOut(compat.kind_of(module).__name__, (p,), why)
     return found
+
+
+def _beside(block: Block | None, key: str, kind: str) -> str:
+    """Why a parameter takes no part in a block that its module has."""
+    if block is not None and block.tied:
+        return f"its weight is preconditioned with that of {block.name!r}, and no bias takes part in that"
+    if block is None or block.uses[0].within is not None:
+        return f"{key} of {kind} is not a part of one projection"
+    return f"{key} of {kind} takes no part in what its adapter knows of, {block.uses[0].adapter.weight_name}"
 
 
 def _unfit(adapter: Adapter, uses: Sequence[Use], ids: set[int], owners: Counter[int]) -> str:

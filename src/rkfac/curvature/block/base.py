@@ -93,10 +93,6 @@ class Block(ABC):
             return "its weight was replaced, pruned or parametrized after the optimizer was built: build a new one"
         return ""
 
-    @abstractmethod
-    def width(self, use: Use) -> int:
-        """Entries of the layer's output at one position."""
-
     @property
     def factors(self) -> Mapping[str, Factor[Any]]:
         """Its running factors by side; a block without any says itself what the next properties and `blend` say of them."""
@@ -174,7 +170,7 @@ class Block(ABC):
         samples = use.adapter.samples(use.module, x)
         if samples is None and self.settings.weight_sharing == "reduce":
             samples = g.shape[0] if g.ndim > 1 else 1
-        return g.numel() // self.width(use) if samples is None else samples
+        return use.adapter.positions(use.module, g) if samples is None else samples
 
     def observe(self, use: Use, x: Tensor, g: Tensor, one_pass: Any, terms: int) -> None:
         """Collect the statistics of one call of the layer; `terms` is what the loss of the pass averages over."""
@@ -182,7 +178,7 @@ class Block(ABC):
             return  # an expert no token was sent to
         with self.timed("statistics"), torch.no_grad():
             self.conform()
-            self.pending.count(use, one_pass, terms, self.collect(use, x, g), g.numel() // self.width(use))
+            self.pending.count(use, one_pass, terms, self.collect(use, x, g), use.adapter.positions(use.module, g))
 
     @abstractmethod
     def collect(self, use: Use, x: Tensor, g: Tensor) -> int:

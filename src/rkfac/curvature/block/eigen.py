@@ -77,10 +77,10 @@ class EigenBlock(KroneckerBlock):
     def _squared(self, use: Use, x: Tensor, g: Tensor) -> Iterator[Tensor]:
         """Of one call's samples, or of some drawn in their place; calls of one pass count as samples of their own."""
         sharing, G, A = self.settings.weight_sharing, self.output.low, self.input.low
-        adapter, module, rows = kronecker_of(use), use.module, g.numel() // self.width(use)
+        adapter, module = kronecker_of(use), use.module
         known = adapter.samples(module, x)
         samples = adapter.count(module, g, sharing) if known is None else known
-        positions = rows // samples
+        positions = adapter.positions(module, g) // samples
         drawn, weight = self.draw(samples, g.device, positions, "samples")
         if adapter.diagonal_input():
             tokens = x.flatten() if drawn is None else x.flatten()[drawn]

@@ -24,10 +24,6 @@ class LayerGradients(GradientsBlock):
         self.adapter = adapter
         super().__init__(uses, adapter, settings)
 
-    def width(self, use: Use) -> int:
-        """Outputs of all groups."""
-        return math.prod(self.adapter.output_shape(self.module))
-
     @property
     def shape(self) -> tuple[int, int, int]:
         """Of the weight as a matrix, and the bias."""
@@ -106,10 +102,6 @@ class NormGradients(GradientsBlock):
     def __init__(self, uses: Sequence[Use], adapter: UnitAdapter, settings: Settings) -> None:
         self.adapter = adapter
         super().__init__(uses, adapter, settings)
-
-    def width(self, use: Use) -> int:
-        """Units."""
-        return self.weight.numel()
 
     @property
     def shape(self) -> tuple[int, int, int]:

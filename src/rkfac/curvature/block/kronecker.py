@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
@@ -90,10 +89,6 @@ class KroneckerBlock(Block):
     def shows_rows(self) -> bool:
         """As its adapter says; of a tied weight each module sees some rows only."""
         return self.adapter.rowwise and not self.tied
-
-    def width(self, use: Use) -> int:
-        """Outputs of all groups."""
-        return math.prod(kronecker_of(use).output_shape(use.module))
 
     def wants(self, side: str) -> bool:
         """Whether rows of one side are collected."""

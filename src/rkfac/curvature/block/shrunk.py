@@ -27,10 +27,6 @@ class ShrunkBlock(Block):
     def _make(self) -> None:
         """There is nothing to know."""
 
-    def width(self, use: Use) -> int:
-        """Entries of its weight."""
-        return self.weight.numel()
-
     @property
     def updates(self) -> int:
         """As if a statistic had come: none is waited for."""

@@ -41,15 +41,11 @@ class UnitBlock(Block):
         """Small blocks, all of one factor."""
         return {"unit": self.factor}
 
-    def width(self, use: Use) -> int:
-        """Units."""
-        return self.weight.numel()
-
     def collect(self, use: Use, x: Tensor, g: Tensor) -> int:
         """Gradients of scale and shift, a row a sample."""
         sharing = self.settings.weight_sharing
         rows = self.adapter.count(self.module, g, sharing)
-        drawn, weight = self.draw(rows, g.device, g.numel() // (rows * self.width(use)))
+        drawn, weight = self.draw(rows, g.device, self.adapter.positions(self.module, g) // rows)
         u = self.adapter.unit_gradients(self.module, x, g, sharing, drawn)  # (n, units, k)
         self.pending.moments[0].add(u.transpose(0, 1), weight, source=g)
         return rows
