@@ -3,31 +3,47 @@
 from __future__ import annotations
 
 import json
-import sys
-import tempfile
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from rkfac_lab import disk, joining, ranks
+from rkfac_lab import ending, ranks, speech, usage
 from rkfac_lab.cli_bench import bench
-from rkfac_lab.errors import CrashError, LabError
-from rkfac_lab.harmless import visible
+from rkfac_lab.cli_data import data
+from rkfac_lab.errors import LabError
 from rkfac_lab.options import names
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
-app.add_typer(bench, name="bench")
+app = typer.Typer(
+    cls=usage.Help,
+    invoke_without_command=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
 SHARED = ("train", "compare")  # by several processes
-data = typer.Typer(no_args_is_help=True, help="Datasets: which are here, and fetch one.")
-app.add_typer(data, name="data")
 
 
-@app.callback()
-def root(context: typer.Context) -> None:
-    """Second-order training: compare optimizers, repeat the paper's experiments, measure."""
+@app.callback(help=usage.ABOUT)
+def root(
+    context: typer.Context,
+    numbers: Annotated[
+        bool, typer.Option("--json", help="The result as JSON on standard output, and nothing else there.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress: only the result, and what goes wrong.")] = False,
+    version: Annotated[bool, typer.Option("--version", help="The versions of rkfac, torch and python.")] = False,
+) -> None:
+    """What all commands have in common; these options may stand anywhere."""
+    speech.choose(numbers=numbers, quiet=quiet)
+    if version:
+        found = usage.versions()
+        speech.say(", ".join(f"{name} {number}" for name, number in found.items()))
+        speech.result(found)
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit
     together = ranks.here()
     if not together.alone and context.invoked_subcommand not in SHARED:
         raise LabError(
@@ -72,61 +88,50 @@ def train(
     except KeyboardInterrupt:
         typer.echo(f"\ninterrupted; continue with: rkfac train {folder} --resume", err=True)
         raise typer.Exit(130) from None
-    typer.echo(progress.describe_run(finished))
-
-
-@data.command("get")
-def data_get(
-    name: Annotated[str, typer.Argument(help="fashion-mnist, cifar10 or cifar10-python.")],
-    data_dir: Annotated[str | None, typer.Option(help="Where to put it; else RKFAC_DATA, then ./data.")] = None,
-) -> None:
-    """Download a dataset from its official place; run it again to continue a broken download."""
-    from rkfac_lab.data import Sources, download, folders
-
-    typer.echo(f"{name} is in {download.get(name, folders(Sources(data_dir))[0])}")
-
-
-@data.command("list")
-def data_list(
-    data_dir: Annotated[str | None, typer.Option(help="Where to look; else RKFAC_DATA, then ./data.")] = None,
-) -> None:
-    """Which datasets are here, and how to get the others."""
-    from rkfac_lab.data import Sources, catalogue
-
-    for line in catalogue.describe(Sources(data_dir)):
-        typer.echo(line)
+    speech.say(progress.describe_run(finished))
+    speech.result({"folder": str(folder), **finished.summary})
 
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Run folders, or folders of run folders.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUNS...", help="Run folders, or folders of run folders.")],
     out: Annotated[Path, typer.Option(help="Where the page goes.")] = Path("report.html"),
     open_page: Annotated[bool, typer.Option("--open", help="Show the page in the browser.")] = False,
 ) -> None:
-    """One self-contained HTML page from run folders: the table, interactive curves, the layers, every run."""
+    """One self-contained HTML page from run folders.
+
+    The table, interactive curves, the layers, every run.
+    """
     from rkfac_lab import report as reporting
 
-    console = Console()
     found = reporting.find_runs(runs)
     reporting.write(found, out)
-    console.print(f"{len(found)} run{'s' * (len(found) != 1)} shown in {out}", soft_wrap=True, markup=False)
+    speech.say(f"{len(found)} run{'s' * (len(found) != 1)} shown in {out}")
+    speech.result({"runs": len(found), "page": str(out)})
     if open_page:
         typer.launch(out.resolve().as_uri())
 
 
 @app.command()
 def summary(
-    comparisons: Annotated[list[Path], typer.Argument(help="Folders of comparisons, with their table.json.")],
+    comparisons: Annotated[
+        list[Path], typer.Argument(metavar="FOLDERS...", help="Folders of comparisons, with their table.json.")
+    ],
     into: Annotated[Path | None, typer.Option(help="A page with a place for it; printed if not given.")] = None,
 ) -> None:
-    """Several comparisons in two tables: what became of the promise, and who reached the targets first."""
+    """Several comparisons in two tables.
+
+    What became of the promise, and who reached the targets first.
+    """
     from rkfac_lab import summary as summing
 
-    text = summing.summary([summing.read(folder) for folder in comparisons])
+    found = [summing.read(folder) for folder in comparisons]
+    text = summing.summary(found)
     if into is None:
-        typer.echo(text)
+        speech.say(text)
     else:
         summing.put_into(into, text)
+    speech.result(summing.numbers(found))
 
 
 @app.command()
@@ -163,7 +168,7 @@ def compare(
         int | None, typer.Option(help="Epochs of each trial; a third of a run's if not given.")
     ] = None,
 ) -> None:
-    """Several optimizers on one workload: the paper's Table 1, curves and a page."""
+    """Several optimizers on one workload: table, curves and a page."""
     from rkfac_lab import compare as comparing
     from rkfac_lab import tuning
     from rkfac_lab.comparison import Comparison
@@ -180,6 +185,8 @@ def compare(
         raise LabError("--tune is for one process; tune with `rkfac tune` before, and take its choices with --tuned.")
     folder = ranks.here().from_first(lambda: comparing.choose_folder(out, workload, resume))
     results = comparing.run(comparison, folder, search=search, arguments=arguments, tuned=tuned, reference=reference)
+    if results.runs:
+        speech.result({"folder": str(folder), **comparing.numbers(results, reference)})
     if results.interrupted:
         raise typer.Exit(130)
 
@@ -192,11 +199,17 @@ def demo(
         typer.Option(help="Folder of the demonstration, continued if it is one; else a dated one in runs/."),
     ] = None,
 ) -> None:
-    """SGD and AdamW, and rs-kfac in the place of each with its numbers, on embedded data: does it arrive sooner?"""
+    """Does rs-kfac arrive sooner than SGD and AdamW?
+
+    Each of them, and rs-kfac in its place with its numbers, on embedded data.
+    """
     from rkfac_lab import demo as demonstration
 
-    if demonstration.run(demonstration.choose_folder(out), seeds) is None:
+    folder = demonstration.choose_folder(out)
+    found = demonstration.run(folder, seeds)
+    if found is None:
         raise typer.Exit(130)
+    speech.result({"folder": str(folder), **demonstration.numbers(found)})
 
 
 @app.command()
@@ -232,7 +245,10 @@ def tune(
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the latest tuning if there is no --out.")] = False,
 ) -> None:
-    """Learning rate and weight decay of several optimizers, as many trials for each, chosen on validation data."""
+    """Learning rates and weight decays, as many trials for everybody.
+
+    Chosen on validation data, never on the test set.
+    """
     from rkfac_lab import places, tuning
     from rkfac_lab import tune as tuners
     from rkfac_lab.comparison import Comparison
@@ -243,8 +259,10 @@ def tune(
     count = max(tuning.TRIALS, len(rates)) if trials is None else trials
     search = tuning.Search(count, rates, validation_share=validation_share, by=by)
     folder = out or places.dated("tune", workload, resume)
-    if tuners.run(comparison, search, folder, workers=jobs) is None:
+    tuned = tuners.run(comparison, search, folder, workers=jobs)
+    if tuned is None:
         raise typer.Exit(130)
+    speech.result({"folder": str(folder), **tuning.to_json(tuned)})
 
 
 @app.command()
@@ -263,11 +281,14 @@ def spectrum(
     data_dir: Annotated[str | None, typer.Option(help="Folder of the data.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the figures; a dated one in runs/ if not given.")] = None,
 ) -> None:
-    """The paper's Figure 1: spectra of the Kronecker factors while K-FAC trains, and modes against width."""
+    """Spectra of the Kronecker factors over training, as in Figure 1.
+
+    The paper's figure, and modes against width.
+    """
     from rkfac_lab import spectrum as spectra
     from rkfac_lab.comparison import slug
 
-    console = Console()
+    console = speech.console()
     period = every or spectra.statistics_period(steps_max)
     config = spectra.paper_config(workload, steps_max, period, settings or (), seed=seed, data_dir=data_dir)
     folder = out or Path("runs") / f"spectrum-{slug(workload)}-{datetime.now():%Y%m%d-%H%M%S}"
@@ -275,37 +296,49 @@ def spectrum(
     recorder = spectra.run(config, folder / "run", when, names(layers) or None)
     console.print(spectra.to_rich(recorder))
     console.print("The figures and their numbers:")
-    for path in spectra.write(recorder, config, folder):
+    written = spectra.write(recorder, config, folder)
+    for path in written:
         console.print(f"  {path}", soft_wrap=True, highlight=False, markup=False)
+    speech.result({"folder": str(folder), "files": [str(path) for path in written]})
+
+
+@app.command()
+def doctor(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="SCRIPT", help="A script that trains, or a function without arguments: module:function."
+        ),
+    ],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[-- ARGUMENTS]", help="What the script gets, behind a lone --.")
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Stop after so many steps of one optimizer.")] = 200,
+) -> None:
+    """Run a training of your own and say how its optimizer is doing.
+
+    Prints the report of every rkfac optimizer that was built, and in words what its numbers mean.
+    """
+    from rkfac_lab import doctor as doctors
+
+    with speech.not_ours():
+        found = doctors.visit(target, steps, arguments or ())
+    if found.patients:
+        speech.say(str(found))
+        speech.result(found.to_json())
+    if isinstance(found.error, KeyboardInterrupt):
+        raise typer.Exit(130)
+    if found.error is not None:
+        raise found.error
+
+
+app.add_typer(bench, name="bench")
+app.add_typer(data, name="data")
 
 
 def main() -> None:
-    """Entry point of the console script; a mistake the user can mend is one sentence and exit code 2.
-
-    What nobody foresaw is one line too, with exit code 1; its traceback is kept in a file that the line names.
-    """
-    try:
-        with joining.joined() as together:
-            _command(together)
-    except LabError as error:  # the processes did not find each other
-        raise _ended(error) from None
-
-
-def _command(together: ranks.Ranks) -> None:
-    try:
-        app()
-    except LabError as error:
-        raise _ended(error, together) from None
-    except Exception as error:  # outside of any run: there is no folder for its traceback but the system's
-        kept = disk.keep_traceback(Path(tempfile.mkdtemp(prefix="rkfac-")) / "traceback.txt")
-        raise _ended(CrashError(error, kept), together) from None
-
-
-def _ended(error: LabError, together: ranks.Ranks = ranks.ALONE) -> SystemExit:
-    """Say what is wrong, in one of the processes."""
-    if joining.speaks(together, error):
-        typer.echo(f"rkfac: {visible(str(error))}", err=True, file=None if together.first else sys.__stderr__)
-    return SystemExit(1 if isinstance(error, CrashError) else 2)
+    """Entry point of the console script."""
+    ending.run(app)
 
 
 if __name__ == "__main__":

@@ -11,10 +11,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from rkfac_lab import disk
+from rkfac_lab import disk, speech
 from rkfac_lab.options import names, sizes
+from rkfac_lab.progress import Doing
 
-bench = typer.Typer(no_args_is_help=True, help="Benchmarks, printed as ratios measured in one run.")
+bench = typer.Typer(
+    no_args_is_help=True, help="Benchmarks, printed as ratios measured in one run.", rich_markup_mode=None
+)
 
 Problems = Annotated[str, typer.Option(help="mlp, vgg16bn, vgg-small, transformer; comma-separated.")]
 Optimizers = Annotated[
@@ -43,7 +46,7 @@ def statistics(
     from rkfac_lab.bench import collecting
 
     console = _wide_console()
-    with console.status("collecting") as status:
+    with Doing("collecting") as status:
         measured = collecting.run(names(layers), batch, rows, rounds, status.update)
     _finish(console, [collecting.table(measured)], collecting.as_json(measured), out)
 
@@ -61,7 +64,7 @@ def decompose(
 
     console = _wide_console()
     wanted = sizes("--dimensions", dimensions, "513,1153")
-    with console.status("decomposing") as status:
+    with Doing("decomposing") as status:
         measured = decomposing.run(wanted, rank, oversampling, rounds, status.update)
     _finish(console, [decomposing.table(measured)], decomposing.as_json(measured), out)
 
@@ -81,7 +84,7 @@ def step(
 
     console = _wide_console()
     entries = [(problem, chosen(problem, names(optimizers))) for problem in named(names(problems))]
-    with console.status("stepping") as status:
+    with Doing("stepping") as status:
         results = [r for problem, those in entries for r in stepping.run(problem, those, rounds, status.update)]
     shown = [*stepping.tables(results), *(stepping.profiles(results) if profile else ())]
     _finish(console, shown, stepping.as_json(results), out)
@@ -103,7 +106,7 @@ def scaling(
 
     console = _wide_console()
     wanted = sizes("--widths", widths, "1024,2048")
-    with console.status("growing") as status:
+    with Doing("growing") as status:
         measured = growing.run(wanted, rank, exact_up_to, rounds, status.update)
     _finish(console, [growing.table(measured)], growing.as_json(measured, rank), out)
     figure = plots.scaling(measured, growing.exponents(measured), f"One square Linear layer at rank {rank}")
@@ -126,7 +129,7 @@ def scaling_out(
 
     console = _wide_console()
     wanted = sizes("--ranks", ranks, "1,2")
-    with console.status("sharing") as status:
+    with Doing("sharing") as status:
         results, papers = sharing.run(
             names(problems), wanted, names(optimizers), rounds, bandwidth * 1e9, latency * 1e-6, status.update
         )
@@ -143,14 +146,17 @@ def memory(
     from rkfac_lab.bench import memory as remembering
 
     console = _wide_console()
-    with console.status("remembering") as status:
+    with Doing("remembering") as status:
         results = remembering.run(names(problems), names(optimizers), status.update)
     _finish(console, [remembering.table(results)], remembering.as_json(results), out)
 
 
 def _wide_console() -> Console:
     """A table must survive being written to a file, where no terminal says how wide it is."""
-    return Console() if Console().is_terminal else Console(width=FILE_WIDTH)
+    console = speech.console()
+    if not console.is_terminal:
+        console.width = FILE_WIDTH
+    return console
 
 
 def _finish(console: Console, tables: Iterable[Table], content: dict[str, Any], path: Path) -> None:
@@ -158,6 +164,7 @@ def _finish(console: Console, tables: Iterable[Table], content: dict[str, Any], 
         console.print(table)
     disk.write_text(path, json.dumps(content, indent=2) + "\n")
     _say_written(console, path)
+    speech.result(content)
 
 
 def _say_written(console: Console, path: Path) -> None:

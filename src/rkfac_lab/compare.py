@@ -15,8 +15,8 @@ from typing import Any
 
 from rich.console import Console
 
-from rkfac_lab import config as configuration
 from rkfac_lab import (
+    board,
     disk,
     optimizers,
     origin,
@@ -26,12 +26,14 @@ from rkfac_lab import (
     ranks,
     report,
     schedules,
+    speech,
     table_text,
     tables,
     train,
     tuning,
     tuning_text,
 )
+from rkfac_lab import config as configuration
 from rkfac_lab.comparison import Comparison
 from rkfac_lab.data import Sources
 from rkfac_lab.errors import AbandonedError, LabError, unknown
@@ -72,7 +74,7 @@ def run(
     `arguments` were chosen before, by contender, and go over everything else; `tuned` is the file they come from.
     `continued_by` are the options with which the command goes on that was interrupted.
     """
-    console = console or Console()
+    console = console or speech.console()
     labels = [comparison.config(name, 0).name for name in comparison.contenders]
     if reference is not None and reference not in labels:
         raise unknown("optimizer to compare the others with", reference, labels)
@@ -140,6 +142,7 @@ def check(comparison: Comparison, arguments: Mapping[str, Mapping[str, Any]] | N
     data = None
     for contender in comparison.contenders:
         config = configuration.resolve(comparison.config(contender, 0, (arguments or {}).get(contender)))
+        board.require(config)
         data = data or workload.data(Sources(config.data_dir, config.text_file))
         chosen = config.optimizer
         model = workload.model(data)
@@ -163,15 +166,21 @@ def warm_up(comparison: Comparison) -> None:
                 continue
 
 
+def numbers(results: Results, reference: str | None = None) -> dict[str, Any]:
+    """The tables as plain values."""
+    table = tables.table1(results.runs, results.failures)
+    pairs = promises(results.runs, results.failures)
+    return {**table_text.to_json(table, reference), "promises": promise_text.to_json(pairs)}
+
+
 def write(results: Results, folder: Path, reference: str | None = None) -> list[Path]:
     """Write the table as Markdown, CSV and JSON, the curves and the page; returns the paths, the page last."""
     table = tables.table1(results.runs, results.failures)
     pairs = promises(results.runs, results.failures)
-    numbers = {**table_text.to_json(table, reference), "promises": promise_text.to_json(pairs)}
     texts = {
         "table.md": table_text.to_markdown(table, reference) + promise_text.to_markdown(pairs),
         "table.csv": table_text.to_csv(table),
-        "table.json": json.dumps(numbers, indent=2) + "\n",
+        "table.json": json.dumps(numbers(results, reference), indent=2) + "\n",
     }
     for name, text in texts.items():
         disk.write_text(folder / name, text)

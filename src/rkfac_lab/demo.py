@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
-from rkfac_lab import compare, places, promise_text
+from rkfac_lab import compare, places, promise_text, speech
 from rkfac_lab.comparison import Comparison, slug
 from rkfac_lab.promise import Promise, promises
 
@@ -26,7 +27,7 @@ def run(
     folder: Path, seeds: int = 3, epochs: Mapping[str, int | None] = EPOCHS, console: Console | None = None
 ) -> dict[str, tuple[Promise, ...]] | None:
     """Compare on one workload after the other, then say what became of every pair; None if it was interrupted."""
-    console = console or Console()
+    console = console or speech.console()
     found: dict[str, tuple[Promise, ...]] = {}
     for workload, budget in epochs.items():
         comparison = Comparison(workload, CONTENDERS, seeds, common={"epochs": budget})
@@ -38,6 +39,12 @@ def run(
     for line in (*closing(found), f"The curves and the pages are in {folder}."):
         console.print(line, soft_wrap=True, highlight=False, markup=False)
     return found
+
+
+def numbers(found: Mapping[str, Sequence[Promise]]) -> dict[str, Any]:
+    """Every pair as plain values, and the line about all of them."""
+    pairs = [pair for pairs in found.values() for pair in pairs]
+    return {"workloads": {name: promise_text.to_json(own) for name, own in found.items()}, "verdict": verdict(pairs)}
 
 
 def closing(found: Mapping[str, Sequence[Promise]]) -> list[str]:

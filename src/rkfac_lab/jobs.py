@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
-from rkfac_lab import ranks, train
+from rkfac_lab import ranks, speech, train
 from rkfac_lab.config import RunConfig
 from rkfac_lab.errors import AbandonedError, LabError, one_line
 from rkfac_lab.harmless import visible
@@ -188,7 +188,7 @@ class Display:
 
     def __init__(self, console: Console | None = None) -> None:
         """Write to `console`, standard error unless told otherwise."""
-        self.console = console or Console(stderr=True)
+        self.console = console or speech.progress()
         self._bars = Progress(
             TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[said]}"), console=self.console
         )
@@ -250,7 +250,7 @@ class Display:
     def stepped(self, number: int, epoch: int, step: int, steps: int, loss: float) -> None:
         """A run took a step."""
         self.show()
-        self._heartbeat.step(self._name(number), epoch, step, steps, loss)
+        self._heartbeat.step(self._name(number), epoch, step, steps, loss, self._running[number].began)
 
     def show(self) -> None:
         """Draw the bar anew."""

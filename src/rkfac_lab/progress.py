@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
+from . import speech
 from .harmless import visible
 from .record import Run
 
@@ -54,9 +55,13 @@ class Heartbeat:
     def restart(self) -> None:
         self._said = time.monotonic()
 
-    def step(self, name: str, epoch: int, step: int, total: int, loss: float) -> None:
+    def step(self, name: str, epoch: int, step: int, total: int, loss: float, began: float) -> None:
+        taken = time.monotonic() - began
+        self.now_and_then(f"{name}: epoch {epoch}, step {step} of {total}, loss {loss:.4f}, {taken:.0f} s so far")
+
+    def now_and_then(self, text: str) -> None:
         if time.monotonic() - self._said >= self.seconds:
-            self.say(f"{name}: epoch {epoch}, step {step} of {total}, loss {loss:.4f}")
+            self.say(text)
 
     def say(self, text: str) -> None:
         if not self.console.is_terminal:
@@ -75,13 +80,14 @@ class Bar:
             TextColumn("epoch {task.fields[epoch]}  loss {task.fields[loss]}  {task.fields[measured]}"),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
-            console=console or Console(stderr=True),
+            console=console or speech.progress(),
         )
         self._progress.disable = not self._progress.console.is_terminal
         self._lines = Heartbeat(self._progress.console)
 
     def begin(self, name: str, total_steps: int, done_steps: int) -> None:
         self._name, self._total = visible(name), total_steps
+        self._began = time.monotonic()
         self._lines.say(f"{name}: {total_steps - done_steps} steps to do")
         self._bar = self._progress.add_task(
             escape(self._name), total=total_steps, completed=done_steps, epoch="-", loss="-", measured=""
@@ -90,7 +96,7 @@ class Bar:
 
     def step(self, epoch: int, step: int, loss: float) -> None:
         self._progress.update(self._bar, completed=step, epoch=epoch, loss=f"{loss:.4f}")
-        self._lines.step(self._name, epoch, step, self._total, loss)
+        self._lines.step(self._name, epoch, step, self._total, loss, self._began)
 
     def evaluated(self, line: dict[str, Any]) -> None:
         self._progress.update(self._bar, measured=describe(line))
@@ -99,6 +105,26 @@ class Bar:
 
     def end(self, status: str) -> None:
         self._progress.stop()
+
+
+class Doing:
+    """What is being done, on a terminal as it changes; where there is none, a line now and then."""
+
+    def __init__(self, what: str, seconds: float = HEARTBEAT) -> None:
+        self._console = speech.progress()
+        self._status = self._console.status(what)
+        self._lines = Heartbeat(self._console, seconds)
+
+    def __enter__(self) -> Doing:
+        self._status.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._status.stop()
+
+    def update(self, what: str) -> None:
+        self._status.update(what)
+        self._lines.now_and_then(what)
 
 
 def describe(line: dict[str, Any]) -> str:

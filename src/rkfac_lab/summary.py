@@ -39,6 +39,12 @@ def summary(comparisons: Sequence[Comparison]) -> str:
     )
 
 
+def numbers(comparisons: Sequence[Comparison]) -> dict[str, list[dict[str, str]]]:
+    """Both tables row by row."""
+    tables = {"promises": _promises(comparisons), "targets": _targets(comparisons)}
+    return {name: [dict(zip(header, line, strict=True)) for line in lines] for name, (header, lines) in tables.items()}
+
+
 def _promises(comparisons: Sequence[Comparison]) -> tuple[list[str], list[list[str]]]:
     header = ["workload", "in the place of", "seeds", "steps", "CPU seconds", "baseline's best", "K-FAC's best"]
     lines = []

@@ -15,7 +15,20 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from . import averaging, checkpoint, disk, identity, machine, metrics, optimizers, ranks, record, schedules, shapes
+from . import (
+    averaging,
+    board,
+    checkpoint,
+    disk,
+    identity,
+    machine,
+    metrics,
+    optimizers,
+    ranks,
+    record,
+    schedules,
+    shapes,
+)
 from .config import RunConfig, resolve
 from .data import Sources
 from .data.batches import Batches
@@ -43,7 +56,7 @@ def run(config: RunConfig, folder: Path, *, resume: bool = False, progress: Prog
     target = RunFolder(Path(folder)) if together.first else Elsewhere(Path(folder))
     with contextlib.ExitStack() as held:
         try:
-            whole = together.from_first(lambda: resolve(config))
+            whole = together.from_first(lambda: _whole(config))
             together.by_first(lambda: held.enter_context(locked(target.path)))
             held.enter_context(machine.threads(whole.threads))
             if not together.from_first(lambda: _has_ended(target, whole, resume)):
@@ -55,6 +68,12 @@ def run(config: RunConfig, folder: Path, *, resume: bool = False, progress: Prog
                 raise
             kept = None if foreseen or (alike and not together.first) else target.keep_traceback()
             raise (CrashError(error, kept) if alike else AbandonedError(str(together), error, kept)) from error
+
+
+def _whole(config: RunConfig) -> RunConfig:
+    """With everything filled in; what cannot be done here is refused now."""
+    board.require(config)
+    return resolve(config)
 
 
 def _has_ended(target: RunFolder, config: RunConfig, resume: bool) -> bool:
@@ -133,11 +152,7 @@ class _Trainer:
         self._write_summary()  # before lines are dropped: a summary never knows more than the metrics
         self.folder.keep({line["step"] for line in self.lines})
         if self.config.tensorboard and self.together.first:
-            from torch.utils.tensorboard import SummaryWriter
-
-            place = self.folder.path / "tensorboard"
-            with disk.trouble(place):
-                self.board = SummaryWriter(str(place), purge_step=self.step + 1)
+            self.board = board.opened(self.folder.path, self.step)
         self.progress.begin(self.config.name, self.total_steps, self.step)
 
     def _require_lines(self) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from rkfac_lab import disk, plots, tuning, tuning_text
+from rkfac_lab import disk, plots, speech, tuning, tuning_text
 from rkfac_lab.compare import check
 from rkfac_lab.comparison import Comparison
 from rkfac_lab.errors import LabError
@@ -28,7 +28,7 @@ def run(
     display: Display | None = None,
 ) -> Tuned | None:
     """Do the trials that are missing in `folder`, print the tables, write the choice and the picture; None if stopped."""
-    console = console or Console()
+    console = console or speech.console()
     if workers < 1:
         raise LabError(f"--jobs is the number of trials side by side and must be at least 1, not {workers}.")
     check(comparison)

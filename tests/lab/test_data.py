@@ -258,7 +258,7 @@ def test_unusable_text(tmp_path, content, reason):
 
 def test_catalogue_tells_what_is_here(tmp_path):
     write_cifar(tmp_path / "cifar-10-batches-bin", "bin")
-    lines = {line.split()[0]: line for line in catalogue.describe(Sources(str(tmp_path)))}
+    lines = {entry.name: str(entry) for entry in catalogue.entries(Sources(str(tmp_path)))}
     assert "15 training and 3 test" in lines["cifar10"]
     assert "1,400 training" in lines["digits"]
     assert "rkfac data get fashion-mnist" in lines["fashion-mnist"]

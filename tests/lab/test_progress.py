@@ -34,7 +34,7 @@ def test_between_evaluations_a_line_comes_at_its_time(monkeypatch):
         now[0] += 1.0
         bar.step(1, step, 0.5)
     assert console.file.getvalue().splitlines()[1:] == [
-        f"sgd: epoch 1, step {step} of 100, loss 0.5000" for step in (30, 60, 90)
+        f"sgd: epoch 1, step {step} of 100, loss 0.5000, {step} s so far" for step in (30, 60, 90)
     ]
 
 
@@ -53,5 +53,5 @@ def test_a_comparison_shows_lines_too(tmp_path, tiny, monkeypatch):
 def test_on_a_terminal_there_are_no_lines(monkeypatch):
     console = Console(file=io.StringIO(), width=200, force_terminal=True)
     heartbeat = progress.Heartbeat(console, seconds=0.0)
-    heartbeat.step("sgd", 1, 1, 2, 0.5)
+    heartbeat.step("sgd", 1, 1, 2, 0.5, 0.0)
     assert console.file.getvalue() == ""

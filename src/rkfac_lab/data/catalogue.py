@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from ..errors import LabError
 from .base import Dataset, Sources
@@ -19,14 +20,23 @@ LOADERS: dict[str, Callable[[Sources], Dataset]] = {
 }
 
 
-def describe(sources: Sources) -> list[str]:
-    """One line a dataset: its size where it can be read, else what is missing; reading is the only honest check."""
-    lines = []
+class Entry(NamedTuple):
+    """One dataset: its samples where it can be read, else what is missing."""
+
+    name: str
+    train: int | None = None
+    test: int | None = None
+    missing: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name:14} {self.missing or f'{self.train:,} training and {self.test:,} test samples'}"
+
+
+def entries(sources: Sources) -> Iterator[Entry]:
+    """All of them; reading is the only honest check."""
     for name, load in LOADERS.items():
         try:
             found = load(sources)
-            state = f"{len(found.train_x):,} training and {len(found.test_x):,} test samples"
+            yield Entry(name, len(found.train_x), len(found.test_x))
         except LabError as error:
-            state = str(error)
-        lines.append(f"{name:14} {state}")
-    return lines
+            yield Entry(name, missing=str(error))
