@@ -78,9 +78,9 @@ def how_chosen(config: RunConfig) -> str:
     own = configuration.resolve(bare).to_dict()["optimizer"]["arguments"]
     given = config.to_dict()["optimizer"]["arguments"]
     other = [
-        f"{key} = {_toml(given.get(key))} (its own: {_toml(own[key]) if key in own else 'the default'})"
+        f"{key} = {_said(given, key)} (its own: {_said(own, key)})"
         for key in dict.fromkeys([*own, *given])
-        if own.get(key) != given.get(key)
+        if _said(own, key) != _said(given, key)
     ]
     but = f" but for {', '.join(other)}" if other else ""
     return f"not tuned: {'the paper' if chosen.preset == 'paper' else 'the workload'}'s own settings{but}."
@@ -88,9 +88,13 @@ def how_chosen(config: RunConfig) -> str:
 
 def chosen_of_run(config: Mapping[str, Any]) -> str:
     """The same of a run as it was recorded; nothing that it names is imported."""
-    if config.get("workload") not in WORKLOADS:
-        return "as given; how they were chosen was not recorded."
-    return how_chosen(configuration.from_dict(config))
+    unknown = "as given; how they were chosen was not recorded."
+    if config.get("workload") not in WORKLOADS or ":" in str(config.get("optimizer", {}).get("name")):
+        return unknown
+    try:
+        return how_chosen(configuration.from_dict(config))
+    except LabError:  # an optimizer that this version does not know
+        return unknown
 
 
 def train_command(config: Mapping[str, Any]) -> str:
@@ -117,6 +121,10 @@ def _command(comparison: Comparison, search: Search | None, tuned: Path | None, 
     for text in comparison.settings:
         words += ["--set", text]
     return shlex.join(words)
+
+
+def _said(arguments: Mapping[str, Any], key: str) -> str:
+    return _toml(arguments[key]) if key in arguments else "the default"
 
 
 def _toml(value: Any) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -117,6 +117,9 @@ class Page:
     def shown_values(self) -> dict[str, str]:
         names = self.texts("#curves .tip:not([hidden]) .row > span:nth-child(2)")
         return dict(zip(names, self.texts("#curves .tip:not([hidden]) .row b"), strict=True))
+
+
+Show = Callable[[Sequence[Run]], Page]
 
 
 def layer(name: str, epoch: int, **other: Any) -> dict[str, Any]:

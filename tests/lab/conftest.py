@@ -1,4 +1,4 @@
-"""A problem so small that a whole run takes milliseconds, and the command with what it says."""
+"""A problem so small that a whole run takes milliseconds, the command with what it says, and a browser for pages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from rkfac_lab import workloads
+from rkfac_lab import report, workloads
 from rkfac_lab.cli import main
 
 
@@ -52,3 +52,30 @@ def rkfac(monkeypatch, capsys):
         return ended.value.code or 0, capsys.readouterr().err.splitlines()
 
     return call
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory):
+    """One chromium for all tests of the page."""
+    from . import chromium
+
+    if not (chromium.CHROMIUM and chromium.DRIVER):
+        pytest.skip("the page is looked at in Debian's chromium, which is not installed with its driver")
+    driver = chromium.start_chromium(tmp_path_factory.mktemp("profile"))
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture
+def show(browser, tmp_path):
+    """Open the page on some runs; afterwards the console must be empty and nothing may have been fetched."""
+    from . import chromium
+
+    def opened(runs):
+        browser.get(report.write(runs, tmp_path / "page.html").as_uri())
+        return chromium.Page(browser)
+
+    yield opened
+    fetched = browser.execute_script("return performance.getEntriesByType('resource').map((entry) => entry.name)")
+    assert browser.get_log("browser") == []
+    assert fetched == []

@@ -77,9 +77,11 @@ def test_what_nobody_tuned_is_the_workloads_own_or_named() -> None:
     assert said(name="sgd", arguments={"lr": 0.5, "dampening": 0.1}) == (
         "not tuned: the workload's own settings but for lr = 0.5 (its own: 0.03), dampening = 0.1 (its own: the default)."
     )
-    assert origin.chosen_of_run({"workload": "nobody_has_this:ONE", "optimizer": {"name": "sgd"}}) == (
-        "as given; how they were chosen was not recorded."
-    )
+    recorded = {"workload": "digits-autoencoder", "optimizer": {"name": "sgd", "arguments": {"lr": 0.03}}}
+    assert "but for momentum = the default (its own: 0.9)" in origin.chosen_of_run(recorded)
+    unknown = "as given; how they were chosen was not recorded."
+    assert origin.chosen_of_run({"workload": "nobody_has_this:ONE", "optimizer": {"name": "sgd"}}) == unknown
+    assert origin.chosen_of_run({"workload": "digits-mlp", "optimizer": {"name": "of-later+sgd"}}) == unknown
 
 
 def test_a_choice_is_told_with_its_trials() -> None:
