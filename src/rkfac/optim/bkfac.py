@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Unpack
 
 from torch import nn
 
@@ -11,6 +11,7 @@ from rkfac.curvature.block import Block, OnlineBlock
 from rkfac.curvature.decompose import RSVD
 from rkfac.curvature.factor import Brand
 from rkfac.layers import KroneckerAdapter
+from rkfac.optim.keywords import Keywords
 from rkfac.optim.kfac import KFAC, needs_plain_gradients
 from rkfac.optim.member import member
 
@@ -50,7 +51,7 @@ class BKFAC(KFAC):
         overwrite_every: int | None = None,
         correct_every: int | None = None,
         correct_share: float | None = None,
-        **keywords: Any,
+        **keywords: Unpack[Keywords],
     ) -> None:
         own: dict[str, Any] = {
             "overwrite_every": overwrite_every,
@@ -65,7 +66,7 @@ class BKFAC(KFAC):
                 raise ValueError(
                     f"{name} does not go with variant={variant!r}: say variant={needed!r}, or leave it away"
                 )
-        if keywords["apply"] is None:
-            asked = {k: keywords[k] for k in ("graft", "damping_rule", "adaptive_damping") if k in keywords}
+        if keywords.get("apply") is None:
+            asked = {k: v for k, v in keywords.items() if k in ("graft", "damping_rule", "adaptive_damping")}
             keywords["apply"] = "step" if needs_plain_gradients(**asked) else "backward"
         super().__init__(model, lr, **keywords)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Unpack
 
 from torch import nn
 
@@ -11,6 +11,7 @@ from rkfac.curvature.block import Eigen, EigenBlock
 from rkfac.curvature.decompose import Exact
 from rkfac.layers import KroneckerAdapter
 from rkfac.optim.arguments import GROUP_RULES, check_choice, check_flag
+from rkfac.optim.keywords import Keywords
 from rkfac.optim.kfac import KFAC
 from rkfac.optim.member import member
 
@@ -47,7 +48,7 @@ class EKFAC(KFAC):
         moments: Literal["samples", "running"] = "samples",
         moment_decay: float | None = None,
         carry: bool = True,
-        **keywords: Any,
+        **keywords: Unpack[Keywords],
     ) -> None:
         check_choice("moments", moments, ("samples", "running"))
         check_flag("carry", carry)
@@ -62,8 +63,9 @@ class EKFAC(KFAC):
             "apply": (("backward",), "acts on each side alone: use 'step'"),
             "sides": (("input", "output"), "leaves no basis on the other side: use 'both'"),
         }
+        given = dict(keywords)
         for name, (values, why) in refused.items():
-            if keywords.get(name) in values:
-                raise ValueError(f"{name}={keywords[name]!r} does not go with EKFAC: it {why}")
+            if given.get(name) in values:
+                raise ValueError(f"{name}={given[name]!r} does not go with EKFAC: it {why}")
         self._method = Eigen(moments, 0.95 if moment_decay is None else float(moment_decay), carry)
         super().__init__(model, lr, **keywords)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Unpack
 
 from torch import nn
 
@@ -16,6 +16,7 @@ from rkfac.curvature.replay import Recorder
 from rkfac.layers import KroneckerAdapter, TiedAdapter, UnitAdapter
 from rkfac.optim.arguments import check_choice
 from rkfac.optim.directing import Step
+from rkfac.optim.keywords import Keywords
 from rkfac.optim.kfac import KFAC, meaning_of
 from rkfac.optim.member import member
 from rkfac.optim.moves import Move
@@ -101,12 +102,12 @@ class KLDWRM(KFAC):
         *,
         variant: Literal["so", "q", "qe"] = "so",
         inner: InnerSteps | None = None,
-        **keywords: Any,
+        **keywords: Unpack[Keywords],
     ) -> None:
         self._method = method = _method(variant, inner, keywords)
-        _refuse(keywords)
-        model, params = model_of(model, keywords.pop("params", None))
-        super().__init__(model, 0.03 if lr is None else lr, params=params, **keywords)
+        _refuse(dict(keywords))
+        model, keywords["params"] = model_of(model, keywords.get("params"))
+        super().__init__(model, 0.03 if lr is None else lr, **keywords)
         if isinstance(method, ExactModel) and method.asks_for_the_batch:
             self._look_back(model, method)
 

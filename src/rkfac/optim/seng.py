@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 from torch import nn
 
 from rkfac.curvature.block import Block, LayerGradients, NormGradients, Settings, ShrunkBlock, Sketch
 from rkfac.layers import KroneckerAdapter, UnitAdapter, Use
+from rkfac.optim.keywords import Keywords
 from rkfac.optim.kfac import KFAC
 from rkfac.optim.member import member
 from rkfac.optim.rules import Coupled
@@ -80,7 +81,7 @@ class SENG(KFAC):
         positions: int | None = 16,
         product: Literal["exact", "published"] = "exact",
         norms: Literal["curvature", "published"] = "curvature",
-        **keywords: Any,
+        **keywords: Unpack[Keywords],
     ) -> None:
         self._method = Sketch(columns, scaling, product, positions, explicit_up_to, norms)
         if norms == "published" and keywords.get("relative_to") is not None:
@@ -88,7 +89,8 @@ class SENG(KFAC):
                 "norms='published' divides by 1 + damping, which means something for an absolute damping alone: "
                 "say relative_to=None, or norms='curvature'"
             )
-        super().__init__(model, lr, max_factor_dim=sys.maxsize, **keywords)
+        keywords["max_factor_dim"] = sys.maxsize
+        super().__init__(model, lr, **keywords)
 
     def _words(self) -> str:
         return f"{self._settings.method!r}, damping relative to {self._settings.damping.relative_to}"

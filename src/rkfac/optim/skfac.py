@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Unpack
 
 from torch import nn
 
@@ -13,6 +13,7 @@ from rkfac.curvature.decompose import Exact
 from rkfac.curvature.factor import Brand
 from rkfac.layers import KroneckerAdapter, Use
 from rkfac.optim.arguments import check_choice
+from rkfac.optim.keywords import Keywords
 from rkfac.optim.kfac import KFAC
 from rkfac.optim.member import member
 
@@ -53,7 +54,7 @@ class SKFAC(KFAC):
         lr: float | None = None,
         *,
         averaging: Literal["columns", "moments"] = "columns",
-        **keywords: Any,
+        **keywords: Unpack[Keywords],
     ) -> None:
         check_choice("averaging", averaging, ("columns", "moments"))
         self._method = Columns() if averaging == "columns" else Brand()
