@@ -1,0 +1,338 @@
+"""Curvature without training: against curvlinops, the dense Fisher, single batches; and a model that is left as it was."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import rkfac
+from curvature.brute import Enumerated, generalized_gauss_newton, identity, softmax_fisher
+from operators.cases import CASES, Case, each_case
+
+DOUBLE = torch.float64
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 5)).double()
+
+
+def cnn() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(2, 3, 2, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(48, 5)).double()
+
+
+def classified(n: int = 12, *shape: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(n, *(shape or (4,)), dtype=DOUBLE), torch.randint(0, 5, (n,))
+
+
+def batches(x: Tensor, y: Tensor, *sizes: int) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(x.split(sizes), y.split(sizes), strict=True))
+
+
+def matrix(operator: rkfac.Operator) -> Tensor:
+    return operator @ torch.eye(operator.shape[0], dtype=DOUBLE)
+
+
+def mean(case: Case) -> Any:
+    return lambda output, target: (output.flatten(1).sin() * target).sum(1).mean()
+
+
+# --- what it is
+
+
+@pytest.mark.parametrize("build, shape", [(mlp, (4,)), (cnn, (2, 3, 3))], ids=["mlp", "cnn"])
+@pytest.mark.parametrize("fisher, theirs", [("empirical", "empirical"), ("exact", "type-2")])
+def test_inverses_are_those_of_curvlinops(build: Any, shape: tuple[int, ...], fisher: Any, theirs: str) -> None:
+    """Plain, heuristic and exact damping there are the factored, pi and product rules here; two batches of other sizes."""
+    curvlinops = pytest.importorskip("curvlinops")
+    torch.manual_seed(3)
+    model, (x, y) = build(), classified(12, *shape)
+    data = batches(x, y, 5, 7)
+    found = rkfac.fit_curvature(model, data, F.cross_entropy, fisher=fisher, damping=0.07, relative_to=None)
+    assert found.samples == 12
+    for name, operator in found.items():
+        parameters = list(model.get_submodule(name).parameters())
+        factors = curvlinops.KFACLinearOperator(
+            model, nn.CrossEntropyLoss(), parameters, data, check_deterministic=False, separate_weight_and_bias=False,
+            fisher_type=theirs,
+        )  # fmt: skip
+        eye = torch.eye(operator.shape[0], dtype=DOUBLE)
+        torch.testing.assert_close(found.damped(0.0)[name] @ eye, factors @ eye)
+        rules: dict[Any, dict[str, bool]] = {
+            "factored": {},
+            "pi": {"use_heuristic_damping": True},
+            "product": {"use_exact_damping": True},
+        }
+        if name == "0" and build is cnn:
+            del rules[
+                "factored"
+            ]  # which depends on how a scale is split between the two factors: otherwise for positions
+        for rule, keywords in rules.items():
+            inverse = curvlinops.KFACInverseLinearOperator(factors, damping=0.07, **keywords)
+            torch.testing.assert_close(found.damped(0.07, damping_rule=rule)[name].solve(eye), inverse @ eye)
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "categorical", "bernoulli"])
+def test_the_exact_fisher_is_the_ggn_where_kfac_is_exact(kind: Any) -> None:
+    """One sample: then the Kronecker product is no approximation."""
+    model, x = mlp(), torch.randn(1, 4, dtype=DOUBLE)
+    losses: dict[str, Any] = {
+        "gaussian": lambda y, t: (y - t).square().sum() / 2,
+        "categorical": lambda y, t: F.cross_entropy(y, t.argmax(1)),
+        "bernoulli": lambda y, t: F.binary_cross_entropy_with_logits(y, t, reduction="sum"),
+    }
+    hessians: dict[str, Any] = {
+        "gaussian": identity,
+        "categorical": softmax_fisher,
+        "bernoulli": lambda y: torch.diag(y.sigmoid() * (1 - y.sigmoid())),
+    }
+    data = [(x, torch.rand(1, 5, dtype=DOUBLE))]
+    found = rkfac.fit_curvature(model, data, losses[kind], fisher="exact", likelihood=kind, damping=0.0)
+    for name, operator in found.items():
+        expected = generalized_gauss_newton(model, name, x, hessians[kind])
+        torch.testing.assert_close(matrix(operator), expected, rtol=1e-8, atol=1e-10)
+
+
+@each_case
+def test_batches_of_any_sizes_are_one(case: Case) -> None:
+    """But for a table that is also a head, whose two uses are weighed batch by batch."""
+    if case.name == "tied":
+        pytest.skip("its factors are joined batch by batch")
+    model, x = case.model(), case.x()
+    target = torch.randn(len(x), 1, dtype=DOUBLE)
+    whole = rkfac.fit_curvature(model, [(x, target)], mean(case))
+    parts = rkfac.fit_curvature(model, batches(x, target, 1, len(x) - 1), mean(case))
+    assert whole.keys() == parts.keys()
+    assert whole.samples == parts.samples
+    for name in whole:
+        torch.testing.assert_close(matrix(parts[name]), matrix(whole[name]), rtol=1e-8, atol=1e-12)
+
+
+def test_a_tied_table_is_covered() -> None:
+    case = next(case for case in CASES if case.name == "tied")
+    x = case.x()
+    found = rkfac.fit_curvature(case.model(), [(x, torch.randn(len(x), 1, dtype=DOUBLE))], mean(case))
+    assert list(found) == ["table"]
+    assert found["table"].shape == (15, 15)
+    assert not found.left_out
+
+
+def test_it_is_what_an_optimizer_that_stands_still_collects() -> None:
+    model, (x, y) = cnn(), classified(12, 2, 3, 3)
+    found = rkfac.fit_curvature(model, [(x, y)], F.cross_entropy, damping=0.2)
+    optimizer = rkfac.KFAC(model, lr=0.0, damping=0.2, rows=None)
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    for name, operator in optimizer.curvature().items():
+        torch.testing.assert_close(matrix(found[name]), matrix(operator))
+
+
+def test_many_draws_are_averaged() -> None:
+    """Draws that go through the columns of the exact Fisher have it as their mean."""
+    model, (x, y) = mlp(), classified()
+    exact = rkfac.fit_curvature(model, [(x, y)], F.cross_entropy, fisher="exact")
+    drawn = rkfac.fit_curvature(
+        model, [(x, y)], F.cross_entropy, fisher="mc", likelihood=Enumerated("categorical"), draws=5
+    )
+    assert drawn.samples == exact.samples == 12
+    for name in exact:
+        torch.testing.assert_close(matrix(drawn[name]), matrix(exact[name]))
+    sampled = [rkfac.fit_curvature(model, [(x, y)], F.cross_entropy, fisher="mc", draws=80, seed=s) for s in (0, 0, 1)]
+    assert sampled[0].trace() == sampled[1].trace() != sampled[2].trace()
+    assert sampled[0].damped(0.0).trace() == pytest.approx(exact.damped(0.0).trace(), rel=0.15)
+
+
+def test_sums_and_means_of_losses_are_the_same_curvature() -> None:
+    model, (x, y) = mlp(), classified()
+    averaged = rkfac.fit_curvature(model, [(x, y)], F.cross_entropy)
+    summed = rkfac.fit_curvature(
+        model, [(x, y)], lambda y, t: F.cross_entropy(y, t, reduction="sum"), loss_average="sum"
+    )
+    for name in averaged:
+        torch.testing.assert_close(matrix(summed[name]), matrix(averaged[name]))
+
+
+def test_inputs_may_be_several() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 5)
+
+        def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+            return self.layer(x) * scale
+
+    model, (x, y), scale = Two().double(), classified(), torch.rand(12, 1, dtype=DOUBLE)
+    found = [
+        rkfac.fit_curvature(model, [(inputs, y)], F.cross_entropy)["layer"].diagonal()
+        for inputs in ((x, scale), {"x": x, "scale": scale})
+    ]
+    torch.testing.assert_close(*found)
+
+
+def test_small_dampings_have_digits_in_float32_too() -> None:
+    """Eigenpairs are made in float64, for the damping may become any later."""
+    model, (x, y) = mlp(), classified(200)
+    double = rkfac.fit_curvature(model, [(x, y)], F.cross_entropy).damped(1e-5)
+    single = rkfac.fit_curvature(model.float(), [(x.float(), y)], F.cross_entropy).damped(1e-5)
+    v = torch.randn(15, dtype=DOUBLE)
+    expected = double["0"].solve(v)
+    assert float((single["0"].solve(v) - expected).norm() / expected.norm()) < 1e-3
+
+
+def test_low_ranks_keep_their_trace_and_full_ranks_are_exact() -> None:
+    model, (x, y) = mlp(), classified()
+
+    def fit(**keywords: Any) -> rkfac.Curvature:
+        return rkfac.fit_curvature(model, [(x, y)], F.cross_entropy, damping=0.0, **keywords)
+
+    exact, whole = fit(), fit(decomposition=rkfac.Nystrom(), rank=9)
+    low = fit(decomposition=rkfac.Nystrom(), rank=2)
+    for name in exact:
+        torch.testing.assert_close(matrix(whole[name]), matrix(exact[name]), rtol=1e-7, atol=1e-10)
+        assert low[name].trace() == pytest.approx(exact[name].trace(), rel=1e-9)
+        assert not torch.allclose(matrix(low[name]), matrix(exact[name]))
+
+
+def test_another_damping_needs_no_other_fit() -> None:
+    model, data = mlp(), [classified()]
+    found = rkfac.fit_curvature(model, data, F.cross_entropy, damping=1.0)
+    for rule, measure in (("pi", "mean"), ("product", None), ("factored", "largest")):
+        settings: dict[str, Any] = {"damping_rule": rule, "relative_to": measure}
+        again = rkfac.fit_curvature(model, data, F.cross_entropy, damping=0.03, **settings)
+        changed = found.damped(0.03, **settings)
+        for name in found:
+            torch.testing.assert_close(matrix(changed[name]), matrix(again[name]))
+    assert found.damped(0.5).layers["0"].rule == found.layers["0"].rule
+
+
+# --- what it leaves behind
+
+
+def state(model: nn.Module) -> dict[str, Any]:
+    return {
+        "tensors": {name: t.clone() for name, t in model.state_dict().items()},
+        "modes": [module.training for module in model.modules()],
+        "gradients": [None if p.grad is None else p.grad.clone() for p in model.parameters()],
+        "trained": [p.requires_grad for p in model.parameters()],
+        "hooks": [(len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks)) for m in model.modules()],
+        "on weights": [len(p._post_accumulate_grad_hooks or ()) for p in model.parameters()],
+        "random": torch.get_rng_state(),
+    }
+
+
+def same(before: Any, after: Any) -> None:
+    torch.testing.assert_close(before, after, rtol=0, atol=0, check_dtype=True)
+
+
+class Awkward(nn.Module):
+    """Batch norms, dropout, random numbers, and a buffer that counts calls in any mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Dropout(0.5), nn.Linear(6, 5))
+        self.register_buffer("calls", torch.zeros(()))
+        self.body[4].bias.requires_grad_(False)
+        self.body[2].eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.body(x) + 1e-3 * torch.randn(5)
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["done", "interrupted"])
+@pytest.mark.parametrize("fisher", ["empirical", "mc", "exact"])
+def test_the_model_is_left_as_it_was(fisher: Any, fails: bool) -> None:
+    model = Awkward()
+    x, y = torch.randn(12, 4), torch.randint(0, 5, (12,))
+    F.cross_entropy(model(x), y).backward()
+    gradients = [p.grad for p in model.parameters()]
+    before = state(model)
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        if fails and len(target) < 12:
+            raise ZeroDivisionError
+        return F.cross_entropy(output, target)
+
+    if fails:
+        with pytest.raises(ZeroDivisionError):
+            rkfac.fit_curvature(model, [(x, y), (x[:2], y[:2])], loss, fisher=fisher)
+    else:
+        found = rkfac.fit_curvature(model, [(x, y)], loss, fisher=fisher)
+        assert found.left_out == {"body.4.bias": "it is frozen (requires_grad=False)"}
+    same(before, state(model))
+    assert all(p.grad is g for p, g in zip(model.parameters(), gradients, strict=True))
+
+
+def test_evaluation_mode_is_what_it_sees() -> None:
+    model, (x, y) = nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.9), nn.Linear(4, 5)).double(), classified()
+    training = rkfac.fit_curvature(model, [(x, y)], F.cross_entropy)
+    model.eval()
+    evaluating = rkfac.fit_curvature(model, [(x, y)], F.cross_entropy)
+    for name in training:
+        assert torch.equal(matrix(training[name]), matrix(evaluating[name]))
+
+
+@pytest.mark.parametrize("keywords", [{}, {"apply": "backward", "rank": 2}, {"fisher": "mc"}], ids=str)
+def test_an_optimizer_of_the_model_sees_nothing_of_it(keywords: dict[str, Any]) -> None:
+    """Also between a backward pass and its step, and with statistics due."""
+
+    def losses(fits: bool) -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 5))
+        x, y = torch.randn(6, 4), torch.randint(0, 5, (6,))
+        optimizer = rkfac.RSKFAC(model, lr=0.1, factor_every=1, inverse_every=2, **keywords)
+        found = []
+        for _ in range(5):
+            optimizer.zero_grad()
+            value = F.cross_entropy(model(x), y)
+            value.backward()
+            if fits:
+                rkfac.fit_curvature(model, [(torch.randn(9, 4) * 7, torch.randint(0, 5, (9,)))], F.cross_entropy)
+            optimizer.step()
+            found.append(value.item())
+        return found
+
+    assert losses(False) == losses(True)
+
+
+def test_works_where_gradients_are_off_and_on_compiled_models() -> None:
+    model, (x, y) = mlp(), classified()
+    plain = rkfac.fit_curvature(model, [(x, y)], F.cross_entropy)
+    with torch.no_grad():
+        found = rkfac.fit_curvature(torch.compile(copy.deepcopy(model), backend="eager"), [(x, y)], F.cross_entropy)
+    for name in plain:
+        torch.testing.assert_close(matrix(found[name]), matrix(plain[name]))
+
+
+# --- refusals
+
+
+def test_refusals_say_what_to_do() -> None:
+    model, (x, y) = mlp(), classified()
+    fit = rkfac.fit_curvature
+    ce: Any = F.cross_entropy
+    with pytest.raises(ValueError, match="there are no batches"):
+        fit(model, [], ce)
+    with pytest.raises(ValueError, match=r"pairs \(inputs, targets\), batch 1 is a Tensor"):
+        fit(model, x, ce)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="loss must return one number"):
+        fit(model, [(x, y)], lambda o, t: F.cross_entropy(o, t, reduction="none"))
+    spoilt = "batch 2 has activations or gradients that are not finite, in '0'"
+    with pytest.warns(UserWarning, match="with NaN or Inf"), pytest.raises(ValueError, match=spoilt):
+        fit(model, [(x, y), (x * torch.nan, y)], ce)
+    with pytest.raises(ValueError, match="draws=3 goes with fisher='mc'"):
+        fit(model, [(x, y)], ce, draws=3)
+    with pytest.raises(ValueError, match="fisher"):
+        fit(model, [(x, y)], ce, fisher="true")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="matches no module"):
+        fit(model, [(x, y)], ce, include="head")
+    with pytest.raises(ValueError, match="no layer of the model has a curvature: '0': no adapter for PReLU"):
+        fit(nn.Sequential(nn.PReLU()), [(x, y)], ce)
+    with torch.inference_mode(), pytest.raises(RuntimeError, match=r"outside of torch\.inference_mode"):
+        fit(model, [(x, y)], ce)
+    with pytest.raises(ValueError, match="give it a positive damping"):
+        fit(model, [(x[:1], y[:1])], ce, damping=0.0)["0"].solve(torch.ones(15, dtype=DOUBLE))
