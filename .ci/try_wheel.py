@@ -39,6 +39,7 @@ def main(command: str) -> None:
     )
 
     for words in (
+        ["--version"],
         ["demo", "--help"],
         ["compare", "digits-mlp", "--optimizers", "sgd,rs-kfac", "--epochs", "1", "--seeds", "1", "--out", "runs"],
     ):
@@ -46,7 +47,7 @@ def main(command: str) -> None:
         assert said.returncode == 0, (
             f"rkfac {' '.join(words)} ended with {said.returncode}:\n{said.stdout}{said.stderr}"
         )
-    print("the command works: demo --help, and a comparison of one epoch")
+    print("the command works: --version, demo --help, and a comparison of one epoch")
 
 
 if __name__ == "__main__":

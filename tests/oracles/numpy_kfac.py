@@ -194,7 +194,7 @@ def decompose(
 
 
 def damped_inverse_times(pairs: Eigenpairs, damping: float, matrix: Array) -> Array:
-    """Equation (11): (U D U^T + lambda I)^{-1} V = U [(D + lambda I)^{-1} - I/lambda] U^T V + V/lambda."""
+    """Equation (13): (U D U^T + lambda I)^{-1} V = U [(D + lambda I)^{-1} - I/lambda] U^T V + V/lambda."""
     U = pairs.vectors
     middle = np.diag(1.0 / (pairs.values + damping) - 1.0 / damping)
     return U @ middle @ U.T @ matrix + matrix / damping
@@ -205,7 +205,7 @@ def precondition(gradient: Array, input_pairs: Eigenpairs, output_pairs: Eigenpa
 
     'factor': (Gamma + lambda_Gamma I)^{-1} J (A + lambda_A I)^{-1}, lambda_X = kappa * (largest retained value of X).
     'product': (A kron Gamma + lambda I)^{-1} vec(J), lambda = kappa * (largest of A) * (largest of Gamma). A discarded
-    mode has eigenvalue zero, as in equation (11), so its part of J is divided by lambda alone.
+    mode has eigenvalue zero, as in equation (13), so its part of J is divided by lambda alone.
     """
     if rule == "factor":
         M = damped_inverse_times(input_pairs, kappa * input_pairs.values.max(), gradient.T).T

@@ -170,9 +170,9 @@ class LowRank:
     def solve(
         self, V: Float[Tensor, "*batch m k"], damping: float | Tensor, side: str = "left"
     ) -> Float[Tensor, "*batch m k"]:
-        """(X + damping I)^-1 V, or V (X + damping I)^-1 with side="right"; O(d r k), paper's equation (11).
+        """(X + damping I)^-1 V, or V (X + damping I)^-1 with side="right"; O(d r k), paper's equation (13).
 
-        (V + U diag((t - s) / (s + l)) U^T V) / (t + l) with t the tail: equation (11) for t = 0, written so that
+        (V + U diag((t - s) / (s + l)) U^T V) / (t + l) with t the tail: equation (13) for t = 0, written so that
         nothing cancels when s is small and only the last factor has the size of the inverse.
         """
         if side == "right":
