@@ -85,7 +85,7 @@ OPTIMIZERS: dict[str, Enrolled] = {
 }
 
 # Their mathematics has tests of its own, and what the suite asks of them is asked of their kin above: `make test` leaves
-# them out, RKFAC_VARIANTS=1 makes it take them in.
+# them out, RKFAC_WHOLE=1 makes it take them in, and all combinations of parameters (`pairs.py`).
 VARIANTS: dict[str, Enrolled] = {
     "SREKFAC": Enrolled(partial(stated.SREKFAC, **SMALL)),
     "RSKFAC-auto-rank": Enrolled(partial(stated.RSKFAC, rank="auto", oversampling=1)),
@@ -117,5 +117,5 @@ VARIANTS: dict[str, Enrolled] = {
     ),
 }
 
-if os.environ.get("RKFAC_VARIANTS"):
+if os.environ.get("RKFAC_WHOLE"):
     OPTIMIZERS |= VARIANTS
