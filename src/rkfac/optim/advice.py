@@ -10,7 +10,7 @@ from statistics import median
 from typing import NamedTuple
 
 from rkfac.optim.report import LayerReport, Report
-from rkfac.optim.report_text import by_reason, counted, listed
+from rkfac.optim.report_text import by_reason, counted, listed, wrapped
 
 LEFT_OUT = 0.01  # of the trained parameters
 CLIPPED = 0.9  # of the steps
@@ -39,9 +39,8 @@ class Advice(list[Remark]):
     """All that stands out, the gravest first; printed, a paragraph each, or that nothing does."""
 
     def __str__(self) -> str:
-        return (
-            "\n".join(f"- {remark}" for remark in self) or "Nothing stands out: all is well as far as the numbers tell."
-        )
+        said = "\n".join(wrapped(f"- {remark}") for remark in self)
+        return said or "Nothing stands out: all is well as far as the numbers tell."
 
     __repr__ = __str__
 
@@ -94,9 +93,9 @@ def _left_out(report: Report) -> Iterator[Remark]:
     yield Remark(
         "layers left out",
         f"{_share(left, report)} of the trained parameters are not preconditioned and train by {report.fallback!r}: "
-        f"{'; '.join(reasons[:3])}{f'; and {len(reasons) - 3} other reasons' if len(reasons) > 3 else ''}. What can be covered "
-        "speeds up, the rest trains as fast as its rule: tune that rule's learning rate (fallback_scale=), or give the layers "
-        "a kind that is covered.",
+        f"{'; '.join(reasons[:3])}{f'; and {len(reasons) - 3} other reasons' if len(reasons) > 3 else ''}. They learn as fast "
+        "as that rule does: cover what can be covered (include=, exclude=, max_factor_dim=, rkfac.register for layers of your "
+        "own), or tune fallback_scale=.",
         _names(left),
     )
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
-from statistics import median, median_low
+from statistics import median_low
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -45,7 +46,12 @@ def summary(report: Report) -> list[str]:
         lines.append(f"{how}: {listed((layer.name for layer in layers), 3)} ({_parameters(layers)}): {reason}")
     if len(left) > REASONS:
         lines.append(f"and {len(left) - REASONS} other reasons, in the records")
-    return lines
+    return [wrapped(line) for line in lines]
+
+
+def wrapped(text: str) -> str:
+    """As wide as the table, what follows the first line a little to the right."""
+    return textwrap.fill(text, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def _seconds(report: Report) -> str:
@@ -97,7 +103,7 @@ def _cells(layers: Sequence[LayerReport]) -> dict[str, str]:
         "rank": _pair([x.rank_input for x in layers], [x.rank_output for x in layers], str),
         "captured": _pair([x.captured_input for x in layers], [x.captured_output for x in layers], _percent),
         "damping": _pair([x.damping_input for x in layers], [x.damping_output for x in layers], _short),
-        "clip": f"{median(clips):.2g}" if clips else "",
+        "clip": _short(median_low(clips)) if clips else "",
         **{phase: f"{spent[phase]:.2f}" if timed else "" for phase in PHASES},
         "MB": megabytes(sum(sum(layer.bytes.values()) for layer in layers)) if timed else "",
         "state": _state(first),
@@ -123,7 +129,7 @@ def _percent(value: float) -> str:
 
 def _short(value: float) -> str:
     """Two digits."""
-    return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e+").replace("e+0", "")
+    return f"{value:.2g}" if 0.01 <= value < 100 else f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e+")
 
 
 def megabytes(count: int) -> str:
