@@ -1,7 +1,7 @@
 """All pairs instead of all combinations: which cases of a test with three and more parameters are taken.
 
-Every value of every parameter still meets every value of every other one. What takes three values at once to go wrong is looked for
-by RKFAC_WHOLE=1, which takes all combinations.
+Every value of every parameter still meets every value of every other one. What takes three values at once to go wrong is
+looked for by RKFAC_WHOLE=1, which takes all combinations.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def thinned(items: Iterable[pytest.Item]) -> tuple[list[pytest.Item], list[pytes
     """What is run and what is not, in the order of collection."""
     every, tests = list(items), defaultdict[str, list[pytest.Function]](list)
     for item in every:
-        if isinstance(item, pytest.Function) and len(getattr(item, "callspec", _Single).params) > 2:
+        if hasattr(item, "callspec") and len(item.callspec.params) > 2:
             tests[item.nodeid.split("[")[0]].append(item)
     left_out: set[str] = set()
     for cases in tests.values():
@@ -41,7 +41,3 @@ def thinned(items: Iterable[pytest.Item]) -> tuple[list[pytest.Item], list[pytes
 
 def _values(item: pytest.Function) -> Case:
     return {name: repr(value) for name, value in item.callspec.params.items()}
-
-
-class _Single:
-    params: Case = {}
