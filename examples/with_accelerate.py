@@ -37,7 +37,7 @@ def train(folder: Path, epochs: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 if __name__ == "__main__":
     with TemporaryDirectory() as folder:
         train(Path(folder), epochs=2)
-        model, prepared = train(Path(folder), epochs=5)  # goes on where the first one ended
+        model, prepared = train(Path(folder), epochs=7)  # goes on where the first one ended
     # Accelerate's wrapper knows what torch's optimizers have; rkfac.unwrap finds what it hides.
     print(rkfac.unwrap(prepared).report())
     print(f"Accelerate: {accuracy(model):.1%} of the test images are recognised")

@@ -49,7 +49,7 @@ if __name__ == "__main__":
     place = [sys.argv[1] if len(sys.argv) > 1 else mkdtemp() if distributed.get_rank() == 0 else ""]
     distributed.broadcast_object_list(place)
     train(Path(place[0]), epochs=2)
-    model, optimizer = train(Path(place[0]), epochs=5)  # goes on where the first one ended
+    model, optimizer = train(Path(place[0]), epochs=7)  # goes on where the first one ended
     if distributed.get_rank() == 0:
         print(optimizer.report())
         print(f"{distributed.get_world_size()} processes: {accuracy(model):.1%} of the test images are recognised")

@@ -37,6 +37,6 @@ def train(folder: Path, epochs: int) -> NeuralNetClassifier:
 if __name__ == "__main__":
     with TemporaryDirectory() as folder:
         train(Path(folder), epochs=2)
-        net = train(Path(folder), epochs=5)  # goes on where the first one ended
+        net = train(Path(folder), epochs=7)  # goes on where the first one ended
     print(net.optimizer_.report())
     print(f"skorch: {accuracy(net.module_):.1%} of the test images are recognised")

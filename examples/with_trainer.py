@@ -40,14 +40,14 @@ def sentences() -> Tensor:
 
 def gpt2() -> tuple[PreTrainedModel, Samples]:
     """The next word."""
-    sizes = {"n_positions": LENGTH, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    sizes = {"n_positions": LENGTH, "n_embd": 32, "n_layer": 1, "n_head": 2}
     config = GPT2Config(vocab_size=WORDS, bos_token_id=0, eos_token_id=0, **sizes)
     return GPT2LMHeadModel(config), [{"input_ids": words, "labels": words} for words in sentences()]
 
 
 def bert() -> tuple[PreTrainedModel, Samples]:
     """Whether a sentence begins with a word of the first half of the vocabulary."""
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
     config = BertConfig(vocab_size=WORDS, max_position_embeddings=LENGTH, num_labels=2, **sizes)
     data = [{"input_ids": words, "labels": (words[0] < WORDS // 2).long()} for words in sentences()]
     return BertForSequenceClassification(config), data
@@ -55,7 +55,7 @@ def bert() -> tuple[PreTrainedModel, Samples]:
 
 def vit() -> tuple[PreTrainedModel, Samples]:
     """Which digit an image shows."""
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
     config = ViTConfig(image_size=8, patch_size=2, num_channels=1, num_labels=10, **sizes)
     x, y, _, _ = tensors()
     images = x[:SAMPLES].view(-1, 1, 8, 8)
@@ -78,7 +78,7 @@ def train(folder: Path, which: str, epochs: int, **settings: Any) -> Trainer:
         train_sampling_strategy="sequential",
         lr_scheduler_type="constant",
         save_strategy="epoch",
-        logging_steps=1,
+        logging_strategy="epoch",
         report_to="none",
         disable_tqdm=True,
         use_cpu=True,
@@ -91,10 +91,12 @@ def train(folder: Path, which: str, epochs: int, **settings: Any) -> Trainer:
 
 if __name__ == "__main__":
     logging.set_verbosity_error()
+    trainers = {}
     for name in MODELS:
         with TemporaryDirectory() as folder:
             train(Path(folder), name, epochs=2)
-            trainer = train(Path(folder), name, epochs=5)  # goes on where the first one ended
+            trainers[name] = train(Path(folder), name, epochs=5)  # goes on where the first one ended
+    for name, trainer in trainers.items():
         losses = [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
         print(rkfac.unwrap(trainer.optimizer).report())
-        print(f"{name}: loss {losses[0]:.3f} at the first step, {losses[-1]:.3f} at the last of {len(losses)}\n")
+        print(f"{name}: loss {losses[0]:.3f} in the first epoch, {losses[-1]:.3f} in the last of {len(losses)}\n")
