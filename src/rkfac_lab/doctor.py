@@ -151,7 +151,7 @@ def _program(target: str, arguments: Sequence[str]) -> Callable[[], Any]:
     function = imports.named("function", target, target)
     if not callable(function):
         raise LabError(
-            f"{target} is a {type(function).__name__} and cannot be called; name a function without arguments."
+            f"{target} is of type {type(function).__name__} and cannot be called; name a function without arguments."
         )
 
     def call() -> None:

@@ -34,6 +34,8 @@ def _command(app: typer.Typer, together: ranks.Ranks) -> None:
             typer.echo(str(error))
             raise SystemExit(2) from None
         raise _ended(LabError(usage.sentence(error)), together) from None
+    except typer.Abort:  # what Ctrl-C becomes in older versions, where no command has a use for it
+        raise SystemExit(130) from None
     except Exception as error:  # outside of any run: there is no folder for its traceback but the system's
         kept = disk.keep_traceback(Path(tempfile.mkdtemp(prefix="rkfac-")) / "traceback.txt")
         raise _ended(CrashError(error, kept), together) from None
