@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from rkfac_lab import budgets, origin, plots, promise_text, record, table_text, tables
@@ -139,12 +140,16 @@ def _band(runs: Sequence[Run], metric: str) -> dict[str, list[Any]]:
         for name, field in ABSCISSAS.items()
         if all(line.get(field) is not None for run in runs for line in run.epochs)
     }
-    middle = plots.band(runs, metric, "step")
+    columns = plots.meetings(runs, metric)
+    values = [[float(line[metric]) for line in column] for column in columns]
     return {
-        **{name: [_short(x) for x in plots.band(runs, metric, field).x.tolist()] for name, field in shared.items()},
-        "middle": middle.middle.tolist(),
-        "low": middle.low.tolist(),
-        "high": middle.high.tolist(),
+        **{
+            name: [_short(median(plots.abscissa(line, field) for line in column)) for column in columns]
+            for name, field in shared.items()
+        },
+        "middle": [median(value) for value in values],
+        "low": [min(value) for value in values],
+        "high": [max(value) for value in values],
     }
 
 
@@ -186,7 +191,11 @@ def _machines(runs: Sequence[Run]) -> list[dict[str, str]]:
     for run in runs:
         facts = run.environment
         name = str(facts.get("processor") or facts.get("machine") or "Machine not recorded")
-        counts = [f"{facts[key]} {unit}" for key, unit in (("cpus", "CPUs"), ("threads", "threads")) if facts.get(key)]
+        counts = [
+            f"{facts[key]} {unit}{'s' * (facts[key] != 1)}"
+            for key, unit in (("cpus", "CPU"), ("threads", "thread"))
+            if facts.get(key)
+        ]
         size = ", ".join([*([f"device {facts['device']}"] if facts.get("device") else []), *counts])
         versions = facts.get("versions", {})
         named = ", ".join(f"{package} {versions[package]}" for package in VERSIONS if package in versions)

@@ -71,16 +71,8 @@ def dash(position: int) -> Any:
 
 
 def band(runs: Sequence[Run], quantity: str, against: str) -> Band:
-    """Gather one quantity ("test_loss") of several seeds against another ("epoch", "train_seconds").
-
-    Seeds meet at equal steps. A step counts only where all seeds that finished have it, so that a seed which
-    stopped early cannot bend the median; what a diverged seed measured before it broke takes part.
-    """
-    finished = [run for run in runs if run.summary.get("status") == "finished"] or list(runs)
-    measured = [{line["step"]: line for line in run.epochs if _usable(line, quantity)} for run in runs]
-    required = [set(points) for run, points in zip(runs, measured, strict=True) if run in finished]
-    shared = sorted(set.intersection(*required)) if required else []
-    columns = [[points[number] for points in measured if number in points] for number in shared]
+    """Gather one quantity ("test_loss") of several seeds against another ("epoch", "train_seconds")."""
+    columns = meetings(runs, quantity)
     values = [np.array([point[quantity] for point in column], dtype=float) for column in columns]
     return Band(
         x=np.array([np.median([abscissa(point, against) for point in column]) for column in columns]),
@@ -88,6 +80,19 @@ def band(runs: Sequence[Run], quantity: str, against: str) -> Band:
         low=np.array([value.min() for value in values]),
         high=np.array([value.max() for value in values]),
     )
+
+
+def meetings(runs: Sequence[Run], quantity: str) -> list[list[dict[str, Any]]]:
+    """The evaluations of several seeds at equal steps.
+
+    A step counts only where all seeds that finished have it, so that a seed which stopped early cannot bend the
+    median; what a diverged seed measured before it broke takes part.
+    """
+    finished = [run for run in runs if run.summary.get("status") == "finished"] or list(runs)
+    measured = [{line["step"]: line for line in run.epochs if _usable(line, quantity)} for run in runs]
+    required = [set(points) for run, points in zip(runs, measured, strict=True) if run in finished]
+    shared = sorted(set.intersection(*required)) if required else []
+    return [[points[number] for points in measured if number in points] for number in shared]
 
 
 def abscissa(line: dict[str, Any], against: str) -> float:

@@ -49,10 +49,15 @@ function forget(host) {
   }
 }
 
+/* Those that have a band. */
+function spread(series) {
+  return series.filter(({ points }) => points.some(({ low, high }) => high > low));
+}
+
 /* uPlot's table: one column of abscissas for all, the two edges of each band, then the curves, which lie on all bands. */
 function table(series) {
   const column = (points, field) => points.map((point) => point[field] ?? null);
-  return uPlot.join([...series.map(({ points }) => [column(points, "x"), column(points, "low"), column(points, "high")]),
+  return uPlot.join([...spread(series).map(({ points }) => [column(points, "x"), column(points, "low"), column(points, "high")]),
     ...series.map(({ points }) => [column(points, "x"), column(points, "y")])]);
 }
 
@@ -80,9 +85,9 @@ function options(chart, host) {
     ...sizeOf(host, spec), legend: { show: false }, padding: [12, spec.rules.length ? 58 : 14, 0, 0],
     scales: { x: scale(spec.xSpacing, x, [first, last]), y: scale(spec.ySpacing, y, []) },
     axes: [axis("x", spec.xSpacing, 90, spec.tickX, 30), axis("y", spec.ySpacing, 45, spec.tickY, 58)],
-    series: [{}, ...series.flatMap(() => [edge, edge]), ...series.map((entry) => ({ spanGaps: true, ...lineStyle(entry), stroke: () => css("--c", entry.slot),
+    series: [{}, ...spread(series).flatMap(() => [edge, edge]), ...series.map((entry) => ({ spanGaps: true, ...lineStyle(entry), stroke: () => css("--c", entry.slot),
       points: { show: dots(entry), size: 7, width: 1, stroke: () => css("--paper"), fill: () => css("--c", entry.slot), filter: null } }))],
-    bands: series.map((entry, index) => ({ series: [2 * index + 2, 2 * index + 1], fill: () => `${css("--c", entry.slot)}29` })),
+    bands: spread(series).map((entry, index) => ({ series: [2 * index + 2, 2 * index + 1], fill: () => `${css("--c", entry.slot)}29` })),
     cursor: { y: false, drag: { x: true, y: true, dist: 8, setScale: Boolean(spec.onZoom) }, points: { show: false } },
     hooks: { setCursor: [(plot) => read(chart, plot)], drawAxes: [(plot) => drawRules(plot, spec)],
       setSelect: [(plot) => { if (spec.onZoom && plot.select.width > 0) spec.onZoom(); }] },

@@ -57,9 +57,9 @@ function chartSvg({ plot, series, spec, ticks }) {
   const curves = shape("g", { "clip-path": "url(#inside)" });
   for (const entry of series) {
     const { stroke, width, dash } = lineStyle(entry);
-    const spread = entry.points.filter((point) => finite(point.low));
-    if (spread.some((point) => point.high > point.low)) {
-      curves.prepend(shape("polygon", { class: "band", fill: stroke, opacity: 0.16, points: [...places(spread, "high"), ...places(spread, "low").reverse()].join(" ") }));
+    if (spread([entry]).length) {
+      const known = entry.points.filter((point) => finite(point.low));
+      curves.prepend(shape("polygon", { class: "band", fill: stroke, opacity: 0.16, points: [...places(known, "high"), ...places(known, "low").reverse()].join(" ") }));
     }
     curves.append(shape("polyline", { class: "curve", "data-name": entry.name, fill: "none", stroke, "stroke-width": width, "stroke-dasharray": dash.join(" ") || null,
       points: places(entry.points, "y").join(" ") }));
