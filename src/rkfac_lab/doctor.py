@@ -47,7 +47,7 @@ class Watch:
             self.built.append(optimizer)
 
         hook = register_optimizer_step_post_hook(self._stepped)
-        CurvatureOptimizer.__init__ = building  # type: ignore[method-assign]
+        CurvatureOptimizer.__init__ = building  # type: ignore[method-assign, assignment]
         try:
             yield
         finally:

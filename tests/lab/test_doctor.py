@@ -181,12 +181,13 @@ def test_an_optimizer_that_never_steps_is_reported_too(place):
     assert [remark.about for remark in patient.advice] == ["no step yet"]
 
 
-def test_nothing_is_left_behind(place):
+def test_nothing_is_left_behind(place, monkeypatch):
     build, words, path = CurvatureOptimizer.__init__, list(sys.argv), list(sys.path)
     doctor.visit("user_training.py", 2)
     assert CurvatureOptimizer.__init__ is build
     assert sys.argv == words
     assert sys.path == path
+    monkeypatch.syspath_prepend(place)
     importlib.import_module("user_training").train(3)  # and nobody stops it
 
 
