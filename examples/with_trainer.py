@@ -20,6 +20,7 @@ from transformers import (
     ViTConfig,
     ViTForImageClassification,
 )
+from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
 
 import rkfac
@@ -71,6 +72,11 @@ def train(folder: Path, which: str, epochs: int, **settings: Any) -> Trainer:
     """Train, from the Trainer's checkpoint in the folder on if there is one."""
     torch.manual_seed(0)
     model, data = MODELS[which]()
+    last = get_last_checkpoint(str(folder))
+    if (
+        last is not None
+    ):  # the Trainer alone would leave ViT's layers as they were built: it saves them under other names
+        model = type(model).from_pretrained(last)
     arguments = TrainingArguments(
         output_dir=str(folder),
         num_train_epochs=epochs,
@@ -85,7 +91,7 @@ def train(folder: Path, which: str, epochs: int, **settings: Any) -> Trainer:
     )
     chosen = {"lr": 5e-3, "graft": "adamw", **settings}  # AdamW's own learning rate
     trainer = Trainer(model, arguments, train_dataset=data, optimizer_cls_and_kwargs=(rkfac.RSKFAC, chosen))
-    trainer.train(resume_from_checkpoint=any(folder.iterdir()))
+    trainer.train(resume_from_checkpoint=last)
     return trainer
 
 
