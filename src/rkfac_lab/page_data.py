@@ -68,6 +68,7 @@ def _group(
             "dash": (position + position // len(plots.PALETTE)) % DASHES,
             "settings": members[0].config.get("optimizer", {}).get("arguments", {}),
             "chosen": settings[members[0].path],
+            "rate": _rate(members[0]),
             "budget": budgets.budget(members[0]),
             "bands": {metric: _band(members, metric) for metric in metrics},
         }
@@ -89,6 +90,14 @@ def _group(
         "commands": list(dict.fromkeys(found.command for found in origins.values())),
         "runs": [_run(run, metrics) for run in runs],
     }
+
+
+def _rate(run: Run) -> str:
+    """How the learning rate and whatever else is scheduled goes over the run; empty where it was not recorded."""
+    shape, schedule = run.config.get("lr_shape"), run.config.get("schedule") or {}
+    said = [f"learning rate {shape} over the run"] if shape and "lr" not in schedule else []
+    said += [f"{key} {', '.join(f'{v:g} from epoch {e}' for e, v in steps.items())}" for key, steps in schedule.items()]
+    return "; ".join(said)
 
 
 def _settings(runs: Sequence[Run], origins: Mapping[Path, Origin]) -> dict[Path, str]:

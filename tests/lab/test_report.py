@@ -293,6 +293,18 @@ def test_optimizers_with_a_budget_of_their_own_stay_together_and_that_is_said() 
     ]
 
 
+def test_the_course_of_the_learning_rate_is_said() -> None:
+    def said(**config: Any) -> str:
+        return str(report.contents([budgeted("sgd", **config)])["groups"][0]["optimizers"][0]["rate"])
+
+    assert said() == ""
+    assert said(lr_shape="linear") == "learning rate linear over the run"
+    assert said(lr_shape="constant", schedule={"lr": {"1": 0.1, "5": 0.01}}) == "lr 0.1 from epoch 1, 0.01 from epoch 5"
+    assert (
+        said(lr_shape="linear", schedule={"rank": {"2": 9}}) == "learning rate linear over the run; rank 9 from epoch 2"
+    )
+
+
 def test_runs_of_one_label_with_other_settings_are_not_averaged() -> None:
     def given(seed: int, lr: float, **other: Any) -> Run:
         return budgeted("sgd", seed, optimizer={"name": "sgd", "arguments": {"lr": lr}}, epochs=2, **other)

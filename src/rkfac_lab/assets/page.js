@@ -236,6 +236,7 @@ function drawSettings() {
   const several = new Set(optimizers.map((optimizer) => optimizer.budget)).size > 1;
   byId("settings").replaceChildren(element("tbody", {}, ...optimizers.map((optimizer) => element("tr", {}, element("td", {}, swatch(optimizer), optimizer.label),
     element("td", {}, element("code", {}, settingsText(optimizer.settings) || "its defaults"), element("small", {}, capital(optimizer.chosen)),
+      optimizer.rate ? element("small", {}, `${capital(optimizer.rate)}.`) : null,
       several ? element("small", {}, `Budget: ${optimizer.budget || "not recorded"}.`) : null)))));
   byId("commands").replaceChildren(...(commands.length ? commands.map((command) => element("pre", { tabindex: 0 }, command))
     : [element("p", { class: "note" }, "No command of a comparison was kept with these runs. The command of each run stands with it, at the end.")]));
