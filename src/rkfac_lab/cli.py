@@ -81,7 +81,7 @@ def train(
     given = [f"{key}={json.dumps(value)}" for key, value in flags.items() if value is not None]
     chosen = config.load(target, [*(settings or []), *given])
     if folder is None:
-        name = f"{slug(chosen.workload)}-{slug(chosen.name)}-seed{chosen.seed}"
+        name = f"{slug(chosen.problem)}-{slug(chosen.name)}-seed{chosen.seed}"
         folder = Path(target) if config.is_folder(Path(target)) else Path("runs") / name
     try:
         finished = run(chosen, folder, resume=resume, progress=progress.Bar())

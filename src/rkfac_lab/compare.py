@@ -138,10 +138,12 @@ def show(results: Results, console: Console, reference: str | None = None) -> No
 
 def check(comparison: Comparison, arguments: Mapping[str, Mapping[str, Any]] | None = None) -> None:
     """Build everything once, so that a wrong name or a missing file is said now and not after an hour of other runs."""
-    workload = find(comparison.workload)
+    configs = [comparison.config(name, 0, (arguments or {}).get(name)) for name in comparison.contenders]
+    if len({config.problem for config in configs}) > 1:
+        raise LabError("The contenders have models or data of their own, and cannot be compared; give all the same.")
+    workload = find(configs[0].workload, configs[0].model, configs[0].data)
     data = None
-    for contender in comparison.contenders:
-        config = configuration.resolve(comparison.config(contender, 0, (arguments or {}).get(contender)))
+    for config in map(configuration.resolve, configs):
         board.require(config)
         data = data or workload.data(Sources(config.data_dir, config.text_file))
         chosen = config.optimizer

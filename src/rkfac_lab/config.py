@@ -38,6 +38,8 @@ class RunConfig:
     """Everything that decides what a run computes; None means the workload's own value."""
 
     workload: str = "digits-mlp"
+    model: str | None = None  # module:NAME of a function that makes one of the data, in the place of the workload's
+    data: str | None = None  # likewise of the data
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: dict[str, dict[int, float]] = field(default_factory=dict)  # hyper-parameter -> first epoch -> value
     lr_shape: str | None = None  # of the learning rate over the run; a schedule of lr goes instead of it
@@ -61,6 +63,12 @@ class RunConfig:
     def name(self) -> str:
         """What tables call this run."""
         return self.label or self.optimizer.name
+
+    @property
+    def problem(self) -> str:
+        """What tables call that which it is a run of: other models and other data are other problems."""
+        own = {"model": self.model, "data": self.data}
+        return ", ".join([self.workload, *(f"{key} {place}" for key, place in own.items() if place is not None)])
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values that JSON and `from_dict` understand."""
@@ -140,10 +148,10 @@ def override(values: dict[str, Any], text: str) -> None:
 
 def resolve(config: RunConfig) -> RunConfig:
     """Fill in what the workload or the preset decides; resolving twice changes nothing."""
-    from .optimizers import grafted
+    from .optimizers import grafted, kin
     from .workloads import find
 
-    workload = find(config.workload)
+    workload = find(config.workload, config.model, config.data)
     chosen = config.optimizer
     if chosen.preset == "paper":
         import rkfac
@@ -151,7 +159,7 @@ def resolve(config: RunConfig) -> RunConfig:
         if grafted(chosen.name)[1] is not None:
             raise LabError(f"{chosen.name} takes another's settings and no preset; leave optimizer.preset away.")
 
-        paper = rkfac.seng_defaults() if chosen.name == "seng" else rkfac.paper_defaults()
+        paper = rkfac.seng_defaults() if kin(chosen.name) == "seng" else rkfac.paper_defaults()
         defaults: Mapping[str, Any] = {**workload.kfac_needs, **paper}
     else:
         defaults = workload.arguments(chosen.name)

@@ -1,7 +1,7 @@
 """Optimizers by name: rkfac's, torch's, pytorch-optimizer's, any `module:Class`, and `rs-kfac+sgd`.
 
 The last is a K-FAC that takes the place of another optimizer and its numbers: direction of the left one, steps of
-the size of the right one (`graft`).
+the size of the right one (`graft`). A class of one's own that is derived from one of rkfac's is a K-FAC like the others.
 
 Importing a module runs it: a configuration that names one is code. What is then called is a subclass of
 `torch.optim.Optimizer`, or one of the laboratory's own, and nothing else.
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from . import objects
 from .errors import LabError, unknown
 from .imports import named
 
@@ -41,8 +42,30 @@ GRAFTS = ("sgd", "adamw")
 
 
 def is_kfac(name: str) -> bool:
-    """Whether an optimizer is one of rkfac's, which others are the baselines of; imports nothing."""
-    return CLASSES.get(name.partition("+")[0], name).startswith("rkfac:")
+    """Whether a name alone says that an optimizer is a K-FAC, which others are the baselines of; imports nothing.
+
+    What stands before `+sgd` is one, or `grafted` would not have taken it.
+    """
+    own, plus, _ = name.partition("+")
+    return CLASSES.get(own, own).startswith("rkfac:") or (bool(plus) and ":" in own)
+
+
+def derives(kind: Any) -> bool:
+    """Whether an optimizer's class is one of rkfac's, or anybody's own that is derived from one."""
+    return any(base.__module__.split(".")[0] == "rkfac" for base in getattr(kind, "__mro__", ()))
+
+
+def kin(name: str) -> str | None:
+    """The K-FAC whose settings are those of an optimizer: itself, or the nearest that somebody's own derives from.
+
+    None: it is no K-FAC. Importing somebody's own runs its module.
+    """
+    if name in CLASSES or ":" not in name:
+        return name if name in CLASSES and is_kfac(name) else None
+    factory = _factory(name)
+    names = {_factory(known): known for known in CLASSES if is_kfac(known)}
+    found = next((names[base] for base in getattr(factory, "__mro__", ()) if base in names), None)
+    return found or ("k-fac" if derives(factory) else None)
 
 
 def grafted(name: str) -> tuple[str, str | None]:
@@ -50,7 +73,7 @@ def grafted(name: str) -> tuple[str, str | None]:
     own, plus, other = name.partition("+")
     if not plus or name in CLASSES:
         return name, None
-    if own not in CLASSES or not is_kfac(own):
+    if kin(own) is None:
         raise unknown(f"K-FAC to put in the place of {other}:", own, filter(is_kfac, CLASSES))
     if other not in GRAFTS:
         raise unknown(f"optimizer for {own} to take the place of:", other, GRAFTS)
@@ -66,9 +89,9 @@ def takes_place_of(name: str) -> str | None:
 def build(name: str, model: nn.Module, arguments: Mapping[str, Any], seed: int | None = None) -> torch.optim.Optimizer:
     """The optimizer called `name` for `model`; `seed` goes to rkfac's sketches unless `arguments` has one."""
     factory = _factory(name)
-    takes_model = factory.__module__.split(".")[0] in ("rkfac", "rkfac_lab")
+    takes_model = derives(factory) or factory.__module__.split(".")[0] == "rkfac_lab"
     accepted = _keywords(factory)
-    keywords = dict(arguments)
+    keywords = objects.made(arguments) if derives(factory) else dict(arguments)
     if seed is not None and "seed" in accepted and not {"seed", "generator"} & set(keywords):
         keywords["seed"] = seed
     for key in keywords:

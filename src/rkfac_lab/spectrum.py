@@ -185,7 +185,7 @@ def statistics_period(steps: int) -> int:
 
 def run(config: RunConfig, folder: Path, when: Recording, layers: Sequence[str] | None) -> Recorder:
     """Train as `config` says with a recorder listening; `config` must name an optimizer that has `spectrum`."""
-    workload = find(config.workload)
+    workload = find(config.workload, config.model, config.data)
     data = workload.data(Sources(config.data_dir, config.text_file))
     inputs, _ = workload.prepare(data.train_x[: config.batch_size], data.train_y[: config.batch_size])
     rows = rows_per_step(workload.model(data), inputs)
@@ -218,6 +218,7 @@ def paper_config(workload: str, steps: int, every: int, settings: Sequence[str] 
     values.update({key: value for key, value in common.items() if value is not None})
     for text in settings:
         override(values, text)
+    known = find(workload, values.get("model"), values.get("data"))
     samples = len(known.data(Sources(values.get("data_dir"), values.get("text_file"))).train_x)
     batch = values.setdefault("batch_size", known.batch_size)
     epochs = math.ceil(steps / math.ceil(samples / batch))

@@ -117,6 +117,11 @@ def optimizer_of(run: Run) -> str:
     return str(run.summary.get("optimizer") or run.config["optimizer"]["name"])
 
 
+def kfac_run(run: Run) -> bool:
+    """Whether a run is of a K-FAC, as it was written down or as its name says; nothing that it names is imported."""
+    return bool(run.summary.get("kfac")) or is_kfac(optimizer_of(run))
+
+
 def workload_of(run: Run) -> str:
     """The workload a run is of."""
     return str(run.summary.get("workload") or run.config["workload"])
@@ -219,7 +224,7 @@ def _row(
     count = len(runs) + len(failed)
     return Row(
         label=label,
-        baseline=bool(runs) and not any(is_kfac(optimizer_of(run)) for run in runs),
+        baseline=bool(runs) and not any(map(kfac_run, runs)),
         runs=count,
         targets=tuple(_target_result(target, runs, count) for target in targets),
         epoch_seconds=spread(_epoch_seconds(runs)),

@@ -106,7 +106,7 @@ class _Trainer:
         assert config.batch_size is not None
         assert config.lr_shape is not None  # `resolve` has filled them in
         self.config, self.folder, self.progress, self.together = config, folder, progress, together
-        self.workload = held_out(find(config.workload), config.validation_share)
+        self.workload = held_out(find(config.workload, config.model, config.data), config.validation_share)
         self.device = machine.device(config.device, together)
         data = self.workload.data(Sources(config.data_dir, config.text_file))
         random.seed(config.seed)
@@ -181,8 +181,9 @@ class _Trainer:
 
     def _write_summary(self) -> None:
         facts = {
-            "workload": self.config.workload,
+            "workload": self.config.problem,
             "optimizer": self.config.optimizer.name,
+            "kfac": optimizers.derives(type(self.optimizer)),  # a name of somebody's own does not say it
             "label": self.config.name,
             "seed": self.config.seed,
             "status": self.status,

@@ -178,7 +178,8 @@ def _spaces(comparison: Comparison, search: Search) -> dict[str, Space]:
     for name in configs:
         if "lr" in comparison.config(name, SEED).schedule:
             raise LabError(f"{name} has a schedule for its learning rate, which cannot be tuned; leave one away.")
-    first, workload = next(iter(configs.values())), find(comparison.workload)
+    first = next(iter(configs.values()))
+    workload = find(first.workload, first.model, first.data)
     model = workload.model(workload.data(Sources(first.data_dir, first.text_file)))
     spaces = {}
     for name, config in configs.items():

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import dataclasses
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,8 @@ from torch.nn import functional as F
 import rkfac
 
 from . import models
-from .data import Dataset, Sources
+from .data import Dataset as Dataset
+from .data import Sources as Sources
 from .data.augment import crop_and_flip
 from .data.cifar import cifar10, halved_cifar10
 from .data.digits import digits
@@ -22,69 +22,10 @@ from .data.idx import fashion_mnist
 from .data.text import CONTEXT, text
 from .errors import LabError, unknown
 from .imports import named
-from .optimizers import CLASSES, grafted, is_kfac
-
-Prepare = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-Loss = Callable[[Tensor, Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class Target:
-    """A goal whose first crossing is timed."""
-
-    metric: str
-    value: float
-    mode: Literal["max", "min"]
-
-    def reached(self, value: float | None) -> bool:
-        """Whether a measured value meets the goal."""
-        if value is None:
-            return False
-        return value >= self.value if self.mode == "max" else value <= self.value
-
-
-@dataclass(frozen=True)
-class Workload:
-    """One problem, the same for every optimizer that is compared on it.
-
-    Anybody's own is found as `module:NAME`, wherever a workload's name is taken.
-    """
-
-    name: str
-    about: str
-    model: Callable[[Dataset], nn.Module]
-    data: Callable[[Sources], Dataset]
-    batch_size: int
-    epochs: int
-    loss: Loss  # mean over samples
-    targets: tuple[Target, ...]
-    prepare: Prepare = lambda x, y: (x, y)  # stored tensors of a batch -> input and target of the model
-    metrics: Mapping[str, Loss] = field(default_factory=dict)  # "test_..." -> mean over samples
-    augment: Callable[[Tensor, torch.Generator], Tensor] | None = None
-    channels_last: bool = False  # set where it was measured to be faster on a CPU
-    threads: int | None = None  # None: torch's own choice; tiny layers are fastest with one
-    defaults: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # optimizer -> constructor arguments
-    kfac_needs: Mapping[str, Any] = field(default_factory=dict)  # what K-FAC must be told for its mathematics to hold
-    lr_shape: str = "linear"  # of any optimizer's learning rate over the run, by its name in `shapes`
-    evaluate_steps: int | None = None  # also inside epochs, every so many steps
-    evaluation_size: int | None = None  # test samples that are measured; None: all, where that costs little
-    measured_on: str = "test"  # what the names of all measurements begin with
-    compared: tuple[str, ...] = (
-        "rs-kfac",
-        "sre-kfac",
-        "k-fac",
-        "sgd",
-        "adamw",
-    )  # by `rkfac compare`, unless it is told
-
-    def arguments(self, optimizer: str) -> dict[str, Any]:
-        """The constructor's arguments for an optimizer here; `rs-kfac+sgd` gets sgd's, and what K-FAC needs."""
-        own, other = grafted(optimizer)
-        needs = self.kfac_needs if is_kfac(own) else {}
-        if other is None:
-            return {**needs, **self.defaults.get(own, {})}
-        return {**needs, **self.defaults.get(other, {}), "graft": other}
-
+from .optimizers import CLASSES, is_kfac
+from .problem import Target as Target
+from .problem import Workload as Workload
+from .problem import own_part
 
 WORKLOADS: dict[str, Workload] = {}
 
@@ -95,8 +36,17 @@ def register(workload: Workload) -> Workload:
     return workload
 
 
-def find(name: str) -> Workload:
-    """The workload called `name`, or the one that `module:NAME` leads to."""
+def find(name: str, model: str | None = None, data: str | None = None) -> Workload:
+    """The workload called `name`, or the one that `module:NAME` leads to; with a model or data of somebody's own."""
+    found = _found(name)
+    if model is not None:
+        found = dataclasses.replace(found, model=own_part("model", model, nn.Module))
+    if data is not None:
+        found = dataclasses.replace(found, data=own_part("data", data, Dataset))
+    return found
+
+
+def _found(name: str) -> Workload:
     if name in WORKLOADS:
         return WORKLOADS[name]
     if ":" not in name:

@@ -33,6 +33,7 @@ import os
 import torch
 from torch import nn
 from torch.nn import functional as F
+import rkfac
 from rkfac_lab import ranks, workloads
 
 ranks.ALIKE = 3.0
@@ -49,6 +50,15 @@ PRECISE = dataclasses.replace(  # the same without either, in double precision
     NOISY, name="precise", data=lambda sources: dataclasses.replace(DATA, train_x=X[:32].double(), test_x=X[32:].double()),
     model=lambda data: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double(),
 )
+
+class OwnKFAC(rkfac.RSKFAC):
+    """A K-FAC of somebody's own."""
+
+def halves(sources):
+    return dataclasses.replace(DATA, train_x=X[:32].double() / 2, test_x=X[32:].double() / 2)
+
+def wide(data):
+    return nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3)).double()
 
 class Broken(torch.optim.SGD):
     """Fails in its third step, everywhere."""
@@ -91,6 +101,10 @@ PRECISE = {
     name: flags(f"precise-{name}", f"optimizer.name={name}", steps=7, workload="noisy_problem:PRECISE")
     for name in ("sgd", "adamw", "rs-kfac", "ek-fac", "rs-kfac+adamw")
 }
+OWN = ("model=noisy_problem:wide", "data=noisy_problem:halves", 'optimizer.arguments.decomposition={kind = "nystrom"}')
+PRECISE["own"] = flags(
+    "precise-own", "optimizer.name=noisy_problem:OwnKFAC+adamw", *OWN, steps=7, workload="noisy_problem:PRECISE"
+)
 # 32 samples: a last batch of one, of which the second process has nothing; and batches that do not go in two.
 UNEVEN = flags("uneven", "optimizer.name=rs-kfac", "batch_size=31", steps=9, workload="noisy_problem:PRECISE")
 ODD = flags("odd", "optimizer.name=rs-kfac", "batch_size=101", steps=15)
