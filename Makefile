@@ -43,7 +43,7 @@ contracts: $(READY)
 	$(BIN)/lint-imports
 
 docs: $(READY)  ## the documentation site, in site/; a warning is an error
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 wheel:  ## builds the wheel, installs rkfac[lab] from it in a clean environment, and trains
 	rm -rf build
