@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
+import rkfac
 from distributed.task import ACCUMULATED, CLIP, HALF, PROCESSES, SIZE, chosen, dataset, keep, scheduled
 from distributed.together import build
 
@@ -33,8 +34,7 @@ def train(folder: Path, name: str, passes: int = 1, resume: bool = False) -> Non
             optimizer.zero_grad()
         if name == "plain" and number + 1 == HALF:
             accelerator.save_state(str(folder / "half"))
-    # What torch's optimizers do not have is the wrapped one's.
-    keep(folder, name, accelerator.unwrap_model(model), optimizer.optimizer.report())
+    keep(folder, name, accelerator.unwrap_model(model), rkfac.unwrap(optimizer).report())
     accelerator.free_memory()
 
 

@@ -51,16 +51,16 @@ def handed_over(folder: Path, name: str, passes: int = 1, resume: bool = False, 
 
 
 def by_class(folder: Path, name: str) -> None:
-    """optimizer_cls_and_kwargs=: the Trainer builds the optimizer, from its `model`."""
+    """optimizer_cls_and_kwargs=: the Trainer builds the optimizer, from the parameters of its model."""
     model = language_model()
     trainer = Trainer(
         model,
         arguments(folder, lr_scheduler_type="constant"),
         train_dataset=corpus(positions=False),
-        optimizer_cls_and_kwargs=(rkfac.RSKFAC, {"model": model, **SETTINGS}),
+        optimizer_cls_and_kwargs=(rkfac.RSKFAC, {**SETTINGS}),
     )
     trainer.train()
-    keep(folder, name, model, trainer.optimizer.optimizer.report())
+    keep(folder, name, model, rkfac.unwrap(trainer.optimizer).report())
 
 
 if __name__ == "__main__":

@@ -191,3 +191,63 @@ def test_root_mean_square_norms_are_recognised(name: str, dtype: torch.dtype) ->
     bound = 1e-5 if dtype == torch.float32 else 5e-2
     found = adapter.gradient(module, x, g)
     torch.testing.assert_close(found, module.weight.grad.float(), rtol=bound, atol=bound * float(found.abs().amax()))
+
+
+# --- fisher="mc": targets drawn from what models of the library return
+
+
+def classifier() -> nn.Module:
+    sizes = {"hidden_size": WIDTH, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    drops = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = transformers.BertConfig(vocab_size=VOCABULARY, max_position_embeddings=8, num_labels=3, **sizes, **drops)
+    return transformers.BertForSequenceClassification(config)
+
+
+RETURNED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+    "gpt2": (gpt2, {"likelihood": rkfac.Categorical(class_dim=-1)}),
+    "bert": (bert, {"likelihood": rkfac.Categorical(class_dim=-1)}),
+    "bert-classifier": (classifier, {}),
+}
+
+
+def labelled(which: str) -> dict[str, Tensor]:
+    ids = tokens()
+    return {"input_ids": ids, "labels": ids[:, 0] % 3 if which == "bert-classifier" else ids}
+
+
+@pytest.mark.parametrize("which", RETURNED)
+def test_targets_are_drawn_from_the_logits_that_come_with_a_loss(which: str) -> None:
+    """As they are from logits that are handed over; the loss is made inside of the model, before anybody sees an output."""
+    make, keywords = RETURNED[which]
+    model = make().double()
+    other = twin(model)
+    read, told = (kfac(m, fisher="mc", lr=0.1, **keywords) for m in (model, other))
+    for batch in (labelled(which) for _ in range(2)):
+        for m, optimizer in ((model, read), (other, told)):
+            optimizer.zero_grad()
+            out = m(**batch)
+            if optimizer is told:
+                optimizer.sample_fisher(out.logits)
+            out.loss.backward()
+            optimizer.step()
+    assert same(read.state_dict(), told.state_dict())
+    assert_same_parameters(model, other, exactly=True)
+
+
+def test_logits_of_positions_without_a_word_on_where_the_classes_are_are_refused() -> None:
+    model, ids = gpt2(), tokens()
+    optimizer = rkfac.RSKFAC(model, fisher="mc")
+    start = parameters(model)
+    model(input_ids=ids, labels=ids).loss.backward()
+    with pytest.raises(ValueError, match=r"class_dim=.*sample_fisher"):
+        optimizer.step()
+    assert same(parameters(model), start)
+
+
+def test_a_tuple_of_several_tensors_is_refused() -> None:
+    """Nothing says which of them are the logits."""
+    model, ids = gpt2(), tokens()
+    optimizer = rkfac.RSKFAC(model, fisher="mc", likelihood=rkfac.Categorical(class_dim=-1))
+    model(input_ids=ids, labels=ids, return_dict=False)[0].backward()
+    with pytest.raises(TypeError, match=r"returned tuple.*sample_fisher"):
+        optimizer.step()
