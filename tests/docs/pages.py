@@ -54,5 +54,5 @@ def run(page: Path) -> dict[str, Any]:
     scope: dict[str, Any] = {"__name__": "page"}
     for code in code_of(page.read_text()):
         if code.reason is None:
-            exec(compile(code.in_its_place, str(page), "exec"), scope)
+            exec(compile(code.in_its_place, str(page), "exec", dont_inherit=True), scope)
     return scope
