@@ -25,7 +25,8 @@ from rkfac_lab.record import Run
 
 STYLES = ("vendor/uPlot.min.css", "page.css")
 LICENCE = "vendor/uPlot.LICENSE"
-SCRIPTS = ("vendor/uPlot.iife.min.js", "dom.js", "scales.js", "chart.js", "download.js", "page.js", "layers.js")
+OWN = ("dom.js", "scales.js", "chart.js", "download.js", "page.js", "tables.js", "curves.js", "layers.js")
+SCRIPTS = ("vendor/uPlot.iife.min.js", *OWN)
 
 
 def find_runs(paths: Iterable[Path]) -> list[Run]:
