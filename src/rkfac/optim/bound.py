@@ -8,11 +8,10 @@ from typing import Any, TypeVar, cast
 
 from torch import nn
 
-from rkfac.optim.base import CurvatureOptimizer
-from rkfac.optim.kfac import RSKFAC
+from rkfac.optim.kfac import KFAC, RSKFAC
 from rkfac.optim.owner import listed_groups, members
 
-Kind = TypeVar("Kind", bound=CurvatureOptimizer)
+Kind = TypeVar("Kind", bound=KFAC)
 
 
 def for_model(model: nn.Module, kind: type[Kind] = RSKFAC) -> type[Kind]:  # type: ignore[assignment]
@@ -23,13 +22,13 @@ def for_model(model: nn.Module, kind: type[Kind] = RSKFAC) -> type[Kind]:  # typ
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be an nn.Module, got {type(model).__name__}")
-    if not (isinstance(kind, type) and issubclass(kind, CurvatureOptimizer)):
+    if not (isinstance(kind, type) and issubclass(kind, KFAC)):
         raise ValueError(f"kind must be an optimizer class such as rkfac.RSKFAC, got {kind!r}")
 
     def construct(self: Any, params: Any, lr: float | None = None, **keywords: Any) -> None:
         groups = None if params is model else listed_groups(params)
         _refuse_foreign(model, groups)
-        kind.__init__(self, model, lr, params=groups, **keywords)  # type: ignore[call-arg]
+        kind.__init__(self, model, lr, params=groups, **keywords)
 
     known = inspect.signature(kind.__init__).parameters
     first = inspect.Parameter("params", inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -49,13 +48,13 @@ def _refuse_foreign(model: nn.Module, groups: Iterable[Any] | None) -> None:
         )
 
 
-def unwrap(optimizer: Any) -> CurvatureOptimizer:
+def unwrap(optimizer: Any) -> KFAC:
     """The optimizer of this package inside of a wrapper that hides `report()` and the like (Accelerate's, the Trainer's)."""
     found, seen = optimizer, {id(optimizer)}
     while (inner := getattr(found, "optimizer", None)) is not None and id(inner) not in seen:
         seen.add(id(inner))
         found = inner
-    if not isinstance(found, CurvatureOptimizer):
+    if not isinstance(found, KFAC):
         raise ValueError(
             f"there is no optimizer of rkfac in this {type(optimizer).__name__}, but {type(found).__name__}"
         )
