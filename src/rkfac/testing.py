@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -126,6 +126,13 @@ class _Call:
         """All input rows."""
         return torch.cat(self.said("input_rows", self.x, bias, sharing, drawn), -2)
 
+    def made(self, method: str, sharing: str, drawn: Tensor | None = None) -> Tensor:
+        """All rows that a method makes, or those drawn."""
+        if method == "input_rows":
+            return self.rows(sharing, self.bias, drawn)
+        found: Tensor = self.said(method, self.x, self.g, sharing, drawn)
+        return found
+
     def same(self, method: str, what: str, found: Tensor, expected: Tensor) -> None:
         """Refuse numbers that differ, in words."""
         self.shaped(method, what, found.shape, expected.shape)
@@ -217,10 +224,8 @@ def _check_products(call: _Call, adapter: KroneckerAdapter) -> None:
     _check_gradient(call)
     for sharing in SHARINGS:
         _check_samples(call, sharing)
-        _check_drawn(call, sharing, "input_rows", lambda drawn, s=sharing: call.rows(s, call.bias, drawn))
-        _check_drawn(
-            call, sharing, "output_rows", lambda drawn, s=sharing: call.said("output_rows", call.x, call.g, s, drawn)
-        )
+        _check_drawn(call, sharing, "input_rows")
+        _check_drawn(call, sharing, "output_rows")
         _check_moment(call, sharing)
     _check_precision(call, "input_rows", call.bias, "expand")
     _check_precision(call, "output_rows", "expand")
@@ -255,11 +260,14 @@ def _drawn(rows: int) -> Tensor:
     return torch.randperm(rows)[: max(1, (rows + 1) // 2)]
 
 
-def _check_drawn(call: _Call, sharing: str, method: str, rows: Callable[[Tensor | None], Tensor]) -> None:
-    whole, dim = rows(None), 0 if method == "unit_gradients" else -2
+def _check_drawn(call: _Call, sharing: str, method: str) -> None:
+    """What is drawn is what would be there among all."""
+    whole, dim = call.made(method, sharing), 0 if method == "unit_gradients" else -2
     if whole.shape[dim] > 1:
         some = _drawn(whole.shape[dim])
-        call.same(method, f"what is drawn under {sharing!r}", rows(some), whole.index_select(dim, some))
+        call.same(
+            method, f"what is drawn under {sharing!r}", call.made(method, sharing, some), whole.index_select(dim, some)
+        )
 
 
 def _check_moment(call: _Call, sharing: str) -> None:
@@ -285,18 +293,13 @@ def _check_lookups(call: _Call, adapter: KroneckerAdapter) -> None:
     expected = call.said("matrix", call.differentiated(torch.ones_like(call.y))[0])[0]
     (counts,) = call.said("input_rows", call.x, False, "expand")
     call.same("input_rows", "how often each column was looked up", counts.to(expected), expected)
-    _check_drawn(call, "expand", "output_rows", lambda drawn: call.said("output_rows", call.x, call.g, "expand", drawn))
+    _check_drawn(call, "expand", "output_rows")
 
 
 def _check_units(call: _Call, adapter: UnitAdapter) -> None:
     """Gradients of scales and shifts, all in all, by sample and drawn."""
     for sharing in SHARINGS:
-
-        def rows(drawn: Tensor | None, sharing: str = sharing) -> Tensor:
-            found: Tensor = call.said("unit_gradients", call.x, call.g, sharing, drawn)
-            return found
-
-        found, expected = rows(None), _stacked(call.gradients)
+        found, expected = call.made("unit_gradients", sharing), _stacked(call.gradients)
         call.shaped("unit_gradients", "all samples together", found.shape, (len(found), *expected.shape))
         call.counted(sharing, len(found))
         call.same("unit_gradients", f"the sum over samples under {sharing!r}", found.sum(0), expected)
@@ -304,7 +307,7 @@ def _check_units(call: _Call, adapter: UnitAdapter) -> None:
             for number in range(len(found)):
                 alone = _stacked(call.of_sample(number))
                 call.same("unit_gradients", f"the gradient of sample {number}", found[number], alone)
-        _check_drawn(call, sharing, "unit_gradients", rows)
+        _check_drawn(call, sharing, "unit_gradients")
     _check_gradient(call)
     _check_precision(call, "unit_gradients", "expand")
 

@@ -332,7 +332,7 @@ def _seen_from(source: Tensor, output: Tensor) -> Callable[[Tensor], Tensor]:
     """What makes the gradient at an output of that at what it is a view of, knowing nothing but their shapes."""
     if source is output or (source.is_contiguous() and output.is_contiguous()):
         return partial(_shaped, output.shape)
-    offset = output.storage_offset() - source.storage_offset()
+    offset = int(output.storage_offset()) - int(source.storage_offset())
     return partial(_as_viewed, source.shape, source.stride(), output.shape, output.stride(), offset)
 
 
