@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, overload
 
 from torch import nn
 
@@ -14,7 +14,15 @@ from rkfac.optim.owner import listed_groups, members
 Kind = TypeVar("Kind", bound=KFAC)
 
 
-def for_model(model: nn.Module, kind: type[Kind] = RSKFAC) -> type[Kind]:  # type: ignore[assignment]
+@overload
+def for_model(model: nn.Module) -> type[RSKFAC]: ...
+
+
+@overload
+def for_model(model: nn.Module, kind: type[Kind]) -> type[Kind]: ...
+
+
+def for_model(model: nn.Module, kind: type[KFAC] = RSKFAC) -> type[KFAC]:
     """A class that is built as torch's own optimizers are, `(params, lr=..., ...)`, and trains this model.
 
     `params` are parameters of the model, named or not, groups of them, or the model itself. Parameters of another model are
@@ -34,8 +42,7 @@ def for_model(model: nn.Module, kind: type[Kind] = RSKFAC) -> type[Kind]:  # typ
     first = inspect.Parameter("params", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     shown = [first if name == "model" else p for name, p in known.items() if name != "params"]
     construct.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
-    made = type(kind.__name__, (kind,), {"__init__": construct, "__doc__": kind.__doc__, "__module__": kind.__module__})
-    return cast("type[Kind]", made)
+    return type(kind.__name__, (kind,), {"__init__": construct, "__doc__": kind.__doc__, "__module__": kind.__module__})
 
 
 def _refuse_foreign(model: nn.Module, groups: Iterable[Any] | None) -> None:
