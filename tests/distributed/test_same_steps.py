@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from distributed import scaled
 from distributed.crew import Crew
 from distributed.together import compared
 
@@ -118,3 +119,11 @@ def test_averages_that_one_process_keeps(crew: Crew, optimizer: str, model: str)
 def test_owned_averages_under_rules_that_ask_for_both_sides(pair: Crew, rule: str) -> None:
     keywords = {"damping_rule": rule, "relative_to": "mean", "damping": 1.0, "memory": "owned"}
     check(pair, "KFAC", "wide", "before", 12, None, 1, False, None, keywords)
+
+
+@pytest.mark.parametrize("optimizer", ["RSKFAC", "EKFAC"])
+def test_steps_that_a_gradient_scaler_takes_and_skips(pair: Crew, optimizer: str) -> None:
+    for difference, moved, equal in pair.run(scaled.compared, optimizer):
+        assert equal, "the processes drifted apart"
+        assert moved > 1e-3
+        assert difference < CLOSE
