@@ -107,6 +107,7 @@ WAYS: dict[str, tuple[Callable[..., rkfac.KFAC], dict[str, Any], int]] = {
     "accumulated": (rkfac.KFAC, {}, 2),
     "tokens": (rkfac.KFAC, {"loss_average": "tokens"}, 1),
     "mc": (rkfac.KFAC, {"fisher": "mc"}, 1),
+    "backward": (rkfac.KFAC, {"apply": "backward"}, 1),
     "adamw": (rkfac.KFAC, {"graft": "adamw", "lr": 0.01}, 1),
     "ek-fac": (rkfac.EKFAC, {}, 1),
     "b-kfac": (rkfac.BKFAC, {"rank": 3, "oversampling": 1}, 1),
@@ -187,6 +188,27 @@ def test_parameters_that_its_adapter_does_not_know_of_train_by_the_fallback_rule
     before = mine.layer.gate.detach().clone()
     trained(mine, optimizer, shape, steps=1)
     assert not torch.equal(mine.layer.gate, before)
+
+
+def test_a_weight_that_it_shares_is_left_out_by_name() -> None:
+    register_all()
+    model = nn.Sequential(own.ScaledLinear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 4))
+    model[2].weight = model[0].weight
+    reasons = {record.name: record.reason for record in rkfac.KFAC(model).report()}
+    assert (
+        "only nn.Linear and nn.Embedding layers may share one, these are '0' (ScaledLinear), '2' (Linear)"
+        in reasons["0"]
+    )
+
+
+@pytest.mark.parametrize("kind", [rkfac.KFAC, rkfac.EKFAC, rkfac.BKFAC, rkfac.SKFAC, rkfac.KLDWRM, rkfac.SENG])
+def test_scales_of_ones_own_are_covered_by_every_member(kind: type[rkfac.KFAC]) -> None:
+    register_all()
+    model = nn.Sequential(own.PictureScale(3), nn.Flatten(), own.LayerScale(12), nn.Linear(12, 4)).double()
+    optimizer = kind(model, lr=0.03)
+    trained(model, optimizer, (1, 3, 2, 2), steps=3)
+    assert [record.covered for record in optimizer.report()] == [True, True, True]
+    assert all(p.isfinite().all() for p in model.parameters())
 
 
 # --- the registry
