@@ -203,3 +203,26 @@ def test_saliency_between_backward_and_step_counts_for_nothing() -> None:
     optimizer.step()
     step(other, reference, (x, y))
     assert_same_averages(optimizer, reference)
+
+
+@pytest.mark.parametrize("zero", ["optimizer", "model", "zeros"])
+def test_a_step_that_a_gradient_scaler_skips_counts_nothing(zero: str) -> None:
+    """The scaler does not call the optimizer: that the gradients were dropped is what tells it."""
+    model = mlp()
+    other = twin(model)
+    optimizer, reference = (stated.KFAC(m, lr=0.1, momentum=0.9, **EVERY) for m in (model, other))
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+    for spoilt in (False, True, True, False, False):
+        x, y = rows()
+        if zero == "optimizer":
+            optimizer.zero_grad()
+        else:
+            model.zero_grad(set_to_none=zero == "model")
+        scaler.scale(F.cross_entropy(model(x), y) * (torch.inf if spoilt else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        if not spoilt:
+            step(other, reference, (x, y))
+    assert updates(optimizer) == {3}
+    assert_same_averages(optimizer, reference)
+    assert_same_parameters(model, other)
