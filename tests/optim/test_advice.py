@@ -293,6 +293,7 @@ def timed(spent: dict[str, float], seconds: float, steps: int) -> Report:
     [
         ("statistics", "raise factor_every= (10 now), or lower rows= (1024 now)"),
         ("refresh", "raise inverse_every= (50 now)"),
+        ("apply", "take larger batches"),
     ],
 )
 def test_a_phase_that_takes_much_of_the_time_is_named(phase: str, remedy: str) -> None:

@@ -174,7 +174,7 @@ def _seconds(report: Report) -> Iterator[Remark]:
     remedies = {
         "statistics": f"raise factor_every= ({every} now){rows}",
         "refresh": f"raise inverse_every= ({period} now), or lower rank=",
-        "apply": "lower rank=, or exclude= the widest layers",
+        "apply": "take larger batches, of which it is a smaller part, lower rank=, or exclude= the widest layers",
     }
     for phase, spent in report.spent().items():
         if spent > DOMINATES * report.seconds:
