@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 import rkfac
 from curvature.brute import Enumerated, generalized_gauss_newton, identity, softmax_fisher
-from operators.cases import CASES, Case, each_case
+from operators.cases import CASES, Case
 
 DOUBLE = torch.float64
 
@@ -76,6 +77,43 @@ def test_inverses_are_those_of_curvlinops(build: Any, shape: tuple[int, ...], fi
             torch.testing.assert_close(found.damped(0.07, damping_rule=rule)[name].solve(eye), inverse @ eye)
 
 
+@pytest.mark.parametrize("fisher, theirs", [("empirical", "empirical"), ("exact", "type-2")])
+def test_second_moments_are_those_of_curvlinops(fisher: Any, theirs: str) -> None:
+    curvlinops = pytest.importorskip("curvlinops")
+    model, (x, y) = mlp(), classified(30)
+    data = batches(x, y, 10, 20)
+    found = rkfac.fit_curvature(
+        model, data, F.cross_entropy, fisher=fisher, eigenvalues="moments", damping=0.0, relative_to=None
+    )
+    assert found.samples == 30
+    for name, operator in found.items():
+        expected = curvlinops.EKFACLinearOperator(
+            model, nn.CrossEntropyLoss(), list(model.get_submodule(name).parameters()), data, fisher_type=theirs,
+            check_deterministic=False, separate_weight_and_bias=False,
+        ) @ torch.eye(operator.shape[0], dtype=DOUBLE)  # fmt: skip
+        torch.testing.assert_close(matrix(operator), expected)
+
+
+def test_second_moments_have_the_trace_of_the_fisher_and_are_closer_to_it() -> None:
+    """They are its diagonal in the bases, the best there is; K-FAC's products are another diagonal in the same."""
+    model, (x, y) = mlp(), classified(30)
+    settings: dict[str, Any] = {"fisher": "exact", "damping": 0.0}
+    products, moments = (
+        rkfac.fit_curvature(model, batches(x, y, 10, 20), F.cross_entropy, eigenvalues=kind, **settings)
+        for kind in ("products", "moments")
+    )
+    for name in moments:
+        exact = generalized_gauss_newton(model, name, x, softmax_fisher).detach()
+        assert moments[name].trace() == pytest.approx(float(exact.trace()), rel=1e-9)
+        assert (matrix(moments[name]) - exact).norm() < 0.95 * (matrix(products[name]) - exact).norm()
+    damped = moments.damped(0.3, relative_to=None)
+    for name in moments:
+        eye = torch.eye(moments[name].shape[0], dtype=DOUBLE)
+        torch.testing.assert_close(matrix(damped[name]), matrix(moments[name]) + 0.3 * eye)
+    with pytest.raises(ValueError, match="damping_rule='pi' damps factors, and layer '0' has second moments"):
+        moments.damped(0.3, damping_rule="pi")
+
+
 @pytest.mark.parametrize("kind", ["gaussian", "categorical", "bernoulli"])
 def test_the_exact_fisher_is_the_ggn_where_kfac_is_exact(kind: Any) -> None:
     """One sample: then the Kronecker product is no approximation."""
@@ -97,11 +135,9 @@ def test_the_exact_fisher_is_the_ggn_where_kfac_is_exact(kind: Any) -> None:
         torch.testing.assert_close(matrix(operator), expected, rtol=1e-8, atol=1e-10)
 
 
-@each_case
+@pytest.mark.parametrize("case", [case for case in CASES if case.name != "tied"], ids=attrgetter("name"))
 def test_batches_of_any_sizes_are_one(case: Case) -> None:
     """But for a table that is also a head, whose two uses are weighed batch by batch."""
-    if case.name == "tied":
-        pytest.skip("its factors are joined batch by batch")
     model, x = case.model(), case.x()
     target = torch.randn(len(x), 1, dtype=DOUBLE)
     whole = rkfac.fit_curvature(model, [(x, target)], mean(case))
@@ -326,6 +362,10 @@ def test_refusals_say_what_to_do() -> None:
         fit(model, [(x, y), (x * torch.nan, y)], ce)
     with pytest.raises(ValueError, match="draws=3 goes with fisher='mc'"):
         fit(model, [(x, y)], ce, draws=3)
+    with pytest.raises(ValueError, match="a generator that was used up"):
+        fit(model, (batch for batch in [(x, y)]), ce, eigenvalues="moments")  # which goes through them twice
+    with pytest.raises(ValueError, match="damping_rule"):
+        fit(model, [(x, y)], ce, eigenvalues="moments", damping_rule="pi")
     with pytest.raises(ValueError, match="fisher"):
         fit(model, [(x, y)], ce, fisher="true")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="matches no module"):

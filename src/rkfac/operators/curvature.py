@@ -77,6 +77,10 @@ class Curvature(Mapping[str, Operator]):
             raise ValueError(f"relative_to must be 'mean', 'largest' or None, got {relative_to!r}")
         layers = {}
         for name, layer in self.layers.items():
+            if layer.kind == "moments" and damping_rule not in (None, "product"):
+                raise ValueError(
+                    f"damping_rule={damping_rule!r} damps factors, and layer {name!r} has second moments: say 'product'"
+                )
             kind = type(layer.rule) if damping_rule is None else RULES[damping_rule]
             unit = layer.rule.relative_to if relative_to is UNCHANGED else relative_to
             layers[name] = damped(layer, float(damping), kind(unit))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rkfac import compat
-from rkfac.curvature.block import Block, FittedBlock, FittedTied, FittedUnits, Settings
+from rkfac.curvature.block import Block, Eigen, FittedBlock, FittedEigen, FittedTied, FittedUnits, Settings
 from rkfac.curvature.capture import Capture
 from rkfac.curvature.damping import RULES
 from rkfac.curvature.decompose import Decomposition, Exact
@@ -32,11 +32,13 @@ from rkfac.optim.report_text import listed
 from rkfac.optim.snapshot import curvature_of
 from rkfac.optim.untouched import untouched
 
-BLOCKS: Mapping[type, Callable[..., Block]] = {
+Kinds = Mapping[type, Callable[..., Block]]
+BLOCKS: Kinds = {
     KroneckerAdapter: FittedBlock,
     TiedAdapter: FittedTied,
     UnitAdapter: FittedUnits,
 }
+WITH_MOMENTS: Kinds = {**BLOCKS, KroneckerAdapter: FittedEigen}
 Loss = Callable[[Any, Any], Tensor]
 
 
@@ -64,9 +66,10 @@ class Fitting:
     def __init__(self, model: nn.Module, choice: Choice, settings: Settings, group: dict[str, Any]) -> None:
         self.model, self.settings, self.group = model, settings, group
         self.gate = Gate(1)
+        kinds = BLOCKS if settings.method is None else WITH_MOMENTS
 
         def make(uses: Sequence[Use], adapter: Adapter) -> Block | Uncovered:
-            made = block_for(uses, adapter, BLOCKS, settings, "fit_curvature")
+            made = block_for(uses, adapter, kinds, settings, "fit_curvature")
             why = choice.too_wide(made.widest(group)) if isinstance(made, Block) else ""
             return Uncovered(why) if why else made
 
@@ -75,9 +78,8 @@ class Fitting:
         self.reasons = found.reasons
         if not self.blocks:
             raise ValueError(f"no layer of the model has a curvature: {self._why_none(found.reasons)}")
-        self.seen = dict.fromkeys(
-            self.blocks, 0.0
-        )  # samples, a pass that is one of several for them counting its share
+        # Samples; a pass that is one of several for them counts its share.
+        self.seen = dict.fromkeys(self.blocks, 0.0)
         self._share = 1.0
 
     @staticmethod
@@ -103,12 +105,22 @@ class Fitting:
         self.seen[block.name] += new
         return {**self.group, "factor_decay": 1 - new / self.seen[block.name]}
 
-    def result(self, capture: Capture) -> Curvature:
-        """All that was found, decomposed."""
+    def decompose(self, capture: Capture) -> None:
+        """Eigenpairs of all that was seen."""
         for block in self.blocks.values():
             block.retired = capture.foreign(block) or block.trouble
             if block.observed and not block.retired:
                 block.decompose(self.group)
+
+    def begin_again(self) -> bool:
+        """Whether some layers want to see everything once more, now that they have bases."""
+        for name, block in self.blocks.items():
+            block.wanted = isinstance(block, FittedEigen) and block.ready
+            self.seen[name] = 0.0 if block.wanted else self.seen[name]
+        return any(block.wanted for block in self.blocks.values())
+
+    def result(self) -> Curvature:
+        """All that was found."""
         damping = float(self.group["damping"])
         found = curvature_of(
             self.model, self.blocks, self.reasons, lambda block: damping, lambda block: round(self.seen[block.name])
@@ -127,7 +139,8 @@ def fit_curvature(
     likelihood: Literal["categorical", "gaussian", "bernoulli"] | Likelihood = "categorical",
     draws: int = 1,
     damping: float = 1.0,
-    damping_rule: Literal["factored", "product", "pi"] = "factored",
+    damping_rule: Literal["factored", "product", "pi"] | None = None,
+    eigenvalues: Literal["products", "moments"] = "products",
     relative_to: Literal["mean", "largest"] | None = "mean",
     decomposition: Decomposition | None = None,
     rank: int | Literal["auto"] = "auto",
@@ -152,15 +165,21 @@ def fit_curvature(
                      "exact": the expectation over those, by as many passes a batch as a sample has outputs
       likelihood     what the model's outputs mean under "mc" and "exact"
       damping        may be changed later without fitting again, and so may its rule: `curvature.damped(...)`
+      damping_rule   "factored" if not given
+      eigenvalues    "products": those of K-FAC; "moments": EK-FAC's, second moments of the samples' gradients in the same bases,
+                     closer to the Fisher matrix; batches are then gone through twice, and the rule is "product"
       decomposition  rkfac.Exact() by default; with a sketch say rank= too, for an automatic rank is made for one damping
       rows           most rows of a call that enter a factor, drawn at random; all of them by default
     """
     _check_model(model)
     check_choice("fisher", fisher, ("empirical", "mc", "exact"))
-    check_choice("damping_rule", damping_rule, tuple(RULES))
+    check_choice("eigenvalues", eigenvalues, ("products", "moments"))
+    moments = eigenvalues == "moments"
+    rule = damping_rule or ("product" if moments else "factored")
+    check_choice("damping_rule", rule, ("product",) if moments else tuple(RULES))
     check_choice("relative_to", relative_to, ("mean", "largest", None))
     check_choice("tail", tail, ("zero", "trace"))
-    check_choice("sides", sides, ("both", "input", "output"))
+    check_choice("sides", sides, ("both",) if moments else ("both", "input", "output"))
     check_choice("weight_sharing", weight_sharing, ("expand", "reduce"))
     check_choice("loss_average", loss_average, ("batch", "tokens", "sum"))
     _check_numbers(draws, fisher, rows, rank, damping)
@@ -168,7 +187,7 @@ def fit_curvature(
         raise ValueError(f"decomposition must be a strategy such as rkfac.RSVD(), got {decomposition!r}")
     settings = Settings(
         decomposition=Exact() if decomposition is None else decomposition,
-        damping=RULES[damping_rule](relative_to),
+        damping=RULES[rule](relative_to),
         tail=tail,
         warm_start=False,
         weight_sharing=weight_sharing,
@@ -182,6 +201,7 @@ def fit_curvature(
         max_failures=1,
         randomness=Seeded(seed),
         sides=sides,
+        method=Eigen("samples", 0.0, carry=True) if moments else None,
     )
     meaning = meaning_of(likelihood)
     enumerated = Enumerated(meaning) if fisher == "exact" else None
@@ -200,9 +220,12 @@ def fit_curvature(
             for block in fitting.blocks.values():
                 capture.attach(block)
             _pass_over(inner, batches, loss, fitting, capture, draws, enumerated)
+            fitting.decompose(capture)
+            if fitting.begin_again():
+                _pass_over(inner, batches, loss, fitting, capture, draws, enumerated)
         finally:
             capture.close()
-        return fitting.result(capture)
+        return fitting.result()
 
 
 def _check_model(model: Any) -> None:

@@ -3,7 +3,7 @@
 from rkfac.curvature.block.base import Block
 from rkfac.curvature.block.direction import Direction
 from rkfac.curvature.block.eigen import Eigen, EigenBlock
-from rkfac.curvature.block.fitted import FittedBlock, FittedTied, FittedUnits
+from rkfac.curvature.block.fitted import FittedBlock, FittedEigen, FittedTied, FittedUnits
 from rkfac.curvature.block.gradients import LayerGradients, NormGradients
 from rkfac.curvature.block.kernel import Sketch
 from rkfac.curvature.block.kronecker import KroneckerBlock
@@ -21,6 +21,7 @@ __all__ = [
     "Eigen",
     "EigenBlock",
     "FittedBlock",
+    "FittedEigen",
     "FittedTied",
     "FittedUnits",
     "Group",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rkfac.curvature.block.eigen import EigenBlock
 from rkfac.curvature.block.kronecker import KroneckerBlock
 from rkfac.curvature.block.tied import TiedBlock
 from rkfac.curvature.block.unit import UnitBlock
@@ -20,6 +21,12 @@ class FittedBlock(KroneckerBlock):
     """Of layers with two factors."""
 
     may_invert = False
+    wide_factor = PreciseFactor
+
+
+class FittedEigen(EigenBlock):
+    """The same with second moments in the bases, which a second pass over the data collects."""
+
     wide_factor = PreciseFactor
 
 
