@@ -137,7 +137,7 @@ def summary(
 @app.command()
 def compare(
     workload: Annotated[
-        str, typer.Argument(help="The problem (or module:NAME); `rkfac data list` names the data each one needs.")
+        str, typer.Argument(help="The problem: `rkfac --help` lists them; or module:NAME.")
     ] = "digits-mlp",
     optimizers: Annotated[
         str,
@@ -215,7 +215,7 @@ def demo(
 @app.command()
 def tune(
     workload: Annotated[
-        str, typer.Argument(help="The problem; `rkfac data list` names the data each one needs.")
+        str, typer.Argument(help="The problem: `rkfac --help` lists them; or module:NAME.")
     ] = "digits-mlp",
     optimizers: Annotated[
         str, typer.Option(help="Names, shipped configurations or TOML files, comma-separated.")
@@ -267,7 +267,9 @@ def tune(
 
 @app.command()
 def spectrum(
-    workload: Annotated[str, typer.Argument(help="The problem to train on, or module:NAME.")] = "digits-mlp",
+    workload: Annotated[
+        str, typer.Argument(help="The problem: `rkfac --help` lists them; or module:NAME.")
+    ] = "digits-mlp",
     layers: Annotated[str, typer.Option(help="Layers to draw, comma-separated; a few if not given.")] = "",
     steps_max: Annotated[int, typer.Option(min=1, help="Steps of training; the paper takes 13,720.")] = 1200,
     every: Annotated[
