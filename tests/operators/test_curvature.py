@@ -160,6 +160,18 @@ def test_files_that_do_not_fit_are_refused(fitted: tuple[nn.Module, rkfac.Curvat
         ValueError, match=r"of another model: '2.weight' has the shape \(5, 3\) there and \(6, 3\) here"
     ):
         rkfac.load_curvature(path, other)
+    with safetensors.safe_open(path, framework="pt") as file:
+        words, tensors = file.metadata(), {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    for change, complaint in (
+        ({"0:input.s": None}, "damaged: layer '0' lacks 's'"),
+        ({"0:input.U": torch.eye(6)}, "basis of shape .* has eigenvalues of shape"),
+        ({"0:input.U": torch.eye(6)[:, :5].contiguous()}, "factors of '0' are 3 and 6 wide"),
+        ({"2:output.mean": torch.tensor(torch.nan)}, "holds NaN or Inf in '2:output.mean'"),
+    ):
+        changed = {key: t for key, t in {**tensors, **change}.items() if t is not None}
+        safetensors.save_file(changed, tmp_path / "changed.safetensors", metadata=words)
+        with pytest.raises(ValueError, match=complaint):
+            rkfac.load_curvature(tmp_path / "changed.safetensors")
     safetensors.save_file({"x": torch.zeros(1)}, tmp_path / "x.safetensors")
     with pytest.raises(ValueError, match="holds no curvature of this kind"):
         rkfac.load_curvature(tmp_path / "x.safetensors")

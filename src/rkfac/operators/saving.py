@@ -81,7 +81,10 @@ def load(path: str | PathLike[str], model: nn.Module | None) -> tuple[dict[str, 
     for name, words_of in about["layers"].items():
         device = devices.get(words_of["parameters"][0], torch.device("cpu"))
         own = {key.rpartition(":")[2]: t.to(device) for key, t in tensors.items() if key.rpartition(":")[0] == name}
-        layers[name] = _restored(name, words_of, own)
+        try:
+            layers[name] = _restored(name, words_of, own)
+        except KeyError as error:
+            raise ValueError(f"{path} is damaged: layer {name!r} lacks {error}") from error
     return layers, shapes, about["left_out"]
 
 
@@ -125,5 +128,9 @@ def _restored(name: str, words: Mapping[str, Any], tensors: Mapping[str, Tensor]
 
 
 def _side(tensors: Mapping[str, Tensor], learns: bool) -> Side:
-    low = Diagonal(tensors["s"]) if "U" not in tensors else LowRank(tensors["U"], tensors["s"], tensors.get("tail"))
-    return Side(low, tensors["mean"], learns)
+    s, U = tensors["s"], tensors.get("U")
+    if U is None:
+        return Side(Diagonal(s), tensors["mean"], learns)
+    if (*U.shape[:-2], U.shape[-1]) != tuple(s.shape):
+        raise ValueError(f"a saved basis of shape {tuple(U.shape)} has eigenvalues of shape {tuple(s.shape)}")
+    return Side(LowRank(U, s, tensors.get("tail")), tensors["mean"], learns)

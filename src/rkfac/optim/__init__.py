@@ -5,7 +5,7 @@ from rkfac.optim.advice import Advice, Remark
 from rkfac.optim.bkfac import BKFAC
 from rkfac.optim.bound import for_model, unwrap
 from rkfac.optim.ekfac import EKFAC
-from rkfac.optim.fitting import fit_curvature
+from rkfac.optim.fit import fit_curvature
 from rkfac.optim.kfac import KFAC, RSKFAC, SREKFAC
 from rkfac.optim.kldwrm import KLDWRM
 from rkfac.optim.presets import (
