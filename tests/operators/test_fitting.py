@@ -113,6 +113,25 @@ def test_second_moments_have_the_trace_of_the_fisher_and_are_closer_to_it() -> N
         moments.damped(0.3, damping_rule="pi")
 
 
+@pytest.mark.parametrize(
+    "likelihood",
+    [rkfac.Categorical(), rkfac.Categorical(class_dim=1), rkfac.Gaussian(), rkfac.Bernoulli()],
+    ids=str,
+)
+def test_columns_are_the_second_moment_of_what_is_drawn(likelihood: Any) -> None:
+    """Of one output, within 5 standard errors of 20000 draws, entry by entry."""
+    shape = (1, 3, 2) if likelihood == rkfac.Categorical(class_dim=1) else (1, 3)
+    output, generator, draws = torch.randn(shape, dtype=DOUBLE), torch.Generator().manual_seed(0), 20_000
+    columns = [likelihood.column(output, k).flatten() for k in range(likelihood.columns(output))]
+    found = torch.stack(columns)
+    if len(shape) == 3:  # positions are samples of their own
+        found = torch.cat([found * position for position in torch.eye(2, dtype=DOUBLE).repeat(1, 3)])
+    many = likelihood.draw_gradient(output.expand(draws, *shape[1:]), generator).flatten(1)
+    products = many[:, :, None] * many[:, None]
+    error = products.std(0) / draws**0.5
+    assert ((found.T @ found - products.mean(0)).abs() <= 5 * error + 1e-12).all()
+
+
 @pytest.mark.parametrize("kind", ["gaussian", "categorical", "bernoulli"])
 def test_the_exact_fisher_is_the_ggn_where_kfac_is_exact(kind: Any) -> None:
     """One sample: then the Kronecker product is no approximation."""
@@ -262,6 +281,10 @@ def test_refusals_say_what_to_do() -> None:
         fit(model, [(x, y), (x * torch.nan, y)], ce)
     with pytest.raises(ValueError, match="draws=3 goes with fisher='mc'"):
         fit(model, [(x, y)], ce, draws=3)
+    with pytest.raises(NotImplementedError, match="Enumerated does not say what its Fisher is the sum of"):
+        fit(model, [(x, y)], ce, fisher="exact", likelihood=Enumerated("categorical"))
+    with pytest.raises(ValueError, match="say where the classes are"):
+        fit(model, [(x[:, None], y)], lambda o, t: ce(o[:, 0], t), fisher="exact")
     with pytest.raises(ValueError, match="a generator that was used up"):
         fit(model, (batch for batch in [(x, y)]), ce, eigenvalues="moments")  # which goes through them twice
     with pytest.raises(ValueError, match="damping_rule"):
