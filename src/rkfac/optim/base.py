@@ -1,4 +1,4 @@
-"""The torch.optim.Optimizer shell around blocks: groups, periods, closure, gradient scaling, state_dict, report."""
+"""The torch.optim.Optimizer shell around blocks: groups, periods, closure, gradient scaling, state_dict."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, ClassVar, overload
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedParameter
 
 from rkfac import compat
 from rkfac.curvature.block import Block, KroneckerBlock, Settings, TiedBlock, UnitBlock
@@ -21,34 +20,32 @@ from rkfac.curvature.following import RowHook
 from rkfac.curvature.hooks import full_precision
 from rkfac.curvature.natural import NaturalHook, silence_others
 from rkfac.curvature.sampled import SampledCapture
-from rkfac.distributed import Company, World, cut_again, refuse_sharded
+from rkfac.distributed import Company, cut_again, refuse_sharded
 from rkfac.layers import Adapter, KroneckerAdapter, TiedAdapter, Uncovered, UnitAdapter, Use
-from rkfac.operators import Curvature, Operator
 from rkfac.optim import memory as saved_states
 from rkfac.optim import portable
 from rkfac.optim.adaptive import LevenbergMarquardt, Watch
-from rkfac.optim.advice import Advice, advice
 from rkfac.optim.amp import loss_scale, scaler_of
 from rkfac.optim.arguments import GROUP_RULES, check_group, check_power, refuse_lacking, refuse_whole
 from rkfac.optim.collecting import begin, commit, notice_unseen, retire
 from rkfac.optim.compiled import run_eagerly, unwrapped
-from rkfac.optim.coverage import Choice, LeftOut, block_for, cover, owners_of, warn_of_little
+from rkfac.optim.coverage import Choice, block_for, cover, owners_of, warn_of_little
 from rkfac.optim.directing import Step
 from rkfac.optim.gate import Gate
+from rkfac.optim.knowing import Knowing
 from rkfac.optim.moves import Move, Rules
 from rkfac.optim.owner import model_of
 from rkfac.optim.pinning import pin
 from rkfac.optim.planning import planned
-from rkfac.optim.report import Report, Spectra, covered_layer, described, spectra, uncovered_layer
+from rkfac.optim.refusals import refuse_alone, refuse_gradients, refuse_spread
 from rkfac.optim.report_text import listed
 from rkfac.optim.rows import OwnRows
 from rkfac.optim.rules import GRAFTS, Rule
 from rkfac.optim.scratch import Scratch
-from rkfac.optim.snapshot import curvature_of, require_known
 from rkfac.optim.stagger import turns
 
 
-class CurvatureOptimizer(torch.optim.Optimizer):
+class CurvatureOptimizer(Knowing):
     """Preconditions the layers it covers and trains every other parameter by the fallback rule."""
 
     # Which block serves which kind of layer: what makes an optimizer of another mathematics.
@@ -100,8 +97,8 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         self._model = unwrapped(model)
         choice.check(self._model)
         super().__init__(list(model.parameters()) if params is None else params, defaults)
-        self._blocks: dict[str, Block] = {}
-        self._reasons: dict[str, LeftOut] = {}
+        self._blocks = {}
+        self._reasons = {}
         self._fingerprint = saved_states.fingerprint(settings, likelihood, graft, fallback)
         if likelihood is None:
             self._capture = Capture(self._model)
@@ -121,9 +118,6 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             "optimizer for it and hand over copy.deepcopy(optimizer.state_dict())"
         )
 
-    def _all_parameters(self) -> list[nn.Parameter]:
-        return [p for group in self.param_groups for p in group["params"]]
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch; settings are checked."""
         check_group({**self.defaults, **param_group})
@@ -140,7 +134,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         found = self._company.newcomers(self._model)
         if found is None:
             return
-        self._refuse_alone(found)
+        refuse_alone(type(self).__name__, self._blocks.values(), self._settings.randomness.seeded, found.size)
         self._company.join(found, dict(self._model.named_parameters()), self._described())
         self._settings.randomness.rank = found.rank
         assert self._capture is not None
@@ -163,29 +157,8 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             "its steps": self._step,
         }
 
-    def _refuse_alone(self, found: World) -> None:
-        """Members and settings that know of one process alone, by name."""
-        name = type(self).__name__
-        if not all(block.addable for block in self._blocks.values()):
-            raise ValueError(
-                f"{name} cannot train with {found.size} processes: what it keeps of a batch does not add up over processes. "
-                "Use KFAC, RSKFAC, SREKFAC or EKFAC, or say process_group=False to train in each process by itself"
-            )
-        if not self._settings.randomness.seeded:
-            raise ValueError(
-                f"generator= is one process's own: give {name} a seed= to train with {found.size} processes"
-            )
-
     def _refuse_spread(self) -> None:
         """Members and settings that need whole parameters, by name, where these are sharded."""
-        whole = compat.stand_ins(self._model)
-        if any(id(p) in whole for p in self._all_parameters()):
-            raise ValueError(
-                "params= holds parameters that stand in the place of sharded ones while the model runs: ask the model for them "
-                "again, before its forward or after model.reshard()"
-            )
-        if not any(compat.is_sharded(p) for p in self._all_parameters()):
-            return
         asked = {
             'apply="backward"': self._settings.backward,
             'fisher="mc"': self._settings.sampled,  # whose own pass comes before fully_shard has the weights for one
@@ -194,11 +167,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             "a member that sees every step's gradients or remembers its steps": self._rule.remembers
             or any(block.learns for block in self._blocks.values()),
         }
-        for what in (name for name, wanted in asked.items() if wanted):
-            raise ValueError(
-                f"{type(self).__name__} cannot train a sharded model with {what}: no process has a whole gradient of every "
-                "layer. Use KFAC, RSKFAC, SREKFAC or EKFAC without it, or DistributedDataParallel"
-            )
+        refuse_spread(type(self).__name__, self._model, self._all_parameters(), asked)
 
     def _set_apart(self, blocks: Iterable[Block]) -> None:
         """Tell blocks whether a gradient is the sum of what this process sees."""
@@ -272,9 +241,6 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         wanted = any(block.wanted for block in self._blocks.values())
         self._capture.active = wanted and not self._closed and not self._paused
 
-    def _group(self, block: Block) -> dict[str, Any]:
-        return self._group_of.get(id(block.weight), self.param_groups[0])
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch; statistics that came with the dropped gradients are dropped too."""
         super().zero_grad(set_to_none)
@@ -305,11 +271,10 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._refuse_sparse()
+        scaler = scaler_of(self, self._grad_scaler)
+        refuse_gradients(self._all_parameters(), scaler)
         assert self._capture is not None
         self._capture.check()
-        scaler = scaler_of(self, self._grad_scaler)
-        self._refuse_scaler(scaler)
         with full_precision(p.device for p in self._all_parameters()):
             collecting = self._capture.active
             retire(self._blocks.values(), self._capture, owners_of(self._model) if collecting else None)
@@ -364,18 +329,6 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             if group["kl_clip"] != self.param_groups[0]["kl_clip"]:
                 raise ValueError("kl_clip bounds all layers together, so it must be the same in every parameter group")
         check_power(self._settings.damping.power, self.param_groups[0]["kl_clip"], self._adaptive is not None)
-
-    def _refuse_sparse(self) -> None:
-        """Before anything is touched."""
-        if any(p.grad is not None and p.grad.is_sparse for p in self._all_parameters()):
-            raise RuntimeError("sparse gradients are not supported: build nn.Embedding with sparse=False")
-
-    def _refuse_scaler(self, scaler: Any) -> None:
-        """Each process would find infinities in its own rows, and skip steps by itself."""
-        if scaler is not None and any(map(compat.is_sharded, self._all_parameters())):
-            raise RuntimeError(
-                "a GradScaler is not supported with a sharded model: train in bfloat16 (fully_shard's mp_policy=) instead"
-            )
 
     def _turns(self) -> dict[str, int]:
         """At which step of its period each layer is refreshed; at the first, where nothing is said."""
@@ -515,8 +468,6 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         with self._capture.unhooked():
             yield
 
-    # --- what it knows
-
     def sample_fisher(self, output: Tensor) -> None:
         """Draw targets from these logits, for models whose forward does not return the logits alone."""
         if not isinstance(self._capture, SampledCapture):
@@ -524,80 +475,3 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         if self._capture.active:
             with torch.enable_grad():
                 self._capture.draw_by_hand(output)
-
-    def report(self) -> Report:
-        """One record a layer: what it keeps and costs, or why it is left to the fallback rule; printed, it is a table.
-
-        Seconds are the host's on a CPU and the device's own on a GPU, which is waited for here and never in a step.
-        """
-        covered = [covered_layer(block, self._group(block)) for block in self._blocks.values()]
-        left = [uncovered_layer(name, left) for name, left in self._reasons.items()]
-        refused = tuple(name for name, times in self._gate.counts.items() if times)
-        numbers = ("factor_every", "inverse_every", "factor_decay", "rank", "damping", "lr")
-        first = {name: self.param_groups[0][name] for name in numbers if name in self.param_groups[0]}
-        began = [block.began for block in self._blocks.values() if block.began is not None]
-        elapsed = max(self._stepped - min(began), 0.0) if began else 0.0
-        settings = {**first, "rows": self._settings.rows, "tail": self._settings.tail}
-        return Report([*covered, *left], self._step, elapsed, self._fallback, settings, refused)
-
-    def advise(self) -> Advice:
-        """What the numbers of `report()` mean, in words: one remark for each thing that stands out, none if nothing does."""
-        return advice(self.report())
-
-    def spectrum(self, name: str) -> Spectra:
-        """Exact eigenvalues of a layer's two running factors, descending."""
-        return spectra(self._blocks, name)
-
-    @overload
-    def curvature(self, name: str, damping: float | None = None) -> Operator: ...
-    @overload
-    def curvature(self, name: None = None, damping: float | None = None) -> Curvature: ...
-    def curvature(self, name: str | None = None, damping: float | None = None) -> Operator | Curvature:
-        """A layer's damped curvature as an operator (`@`, `solve`, `sqrt_solve`, `logdet`, `trace`, `diagonal`), or all layers'.
-
-        It stays what it is now, whatever the optimizer does later. `damping`: another one than that in force.
-        """
-        if damping is not None:
-            check_group({"damping": damping})
-
-        def in_force(block: Block) -> float:
-            return self._group(block)["damping"] if damping is None else damping
-
-        if name is None:
-            return curvature_of(self._model, self._blocks, self._reasons, in_force)
-        require_known(name, self._blocks, self._reasons)
-        return curvature_of(self._model, {name: self._blocks[name]}, {}, in_force)[name]
-
-    @overload
-    def inverse_vector_product(
-        self, tensors: Mapping[str, Tensor], uncovered: float | None = ...
-    ) -> dict[str, Tensor]: ...
-    @overload
-    def inverse_vector_product(
-        self, tensors: Sequence[Tensor | None], uncovered: float | None = ...
-    ) -> list[Tensor | None]: ...
-    def inverse_vector_product(self, tensors: Any, uncovered: float | None = None) -> Any:
-        """The damped inverse of all layers times a vector: one tensor (or None) a parameter of the model, or by their names.
-
-        Parameters that no layer with a basis covers are refused, unless `uncovered` is given: their curvature is then that
-        number times the identity. For many vectors make `optimizer.curvature()` once, which has the same method.
-        """
-        return self.curvature().inverse_vector_product(tensors, uncovered)
-
-    def _words(self) -> str:
-        """What it does, in a few words."""
-        return f"{self._settings.decomposition!r}, damping {self._settings.damping!r}"
-
-    def __repr__(self) -> str:
-        """What a person wants to know of it."""
-        first = {k: v for k, v in self.param_groups[0].items() if k not in ("params", "param_names")}
-        total = sum(p.numel() for p in self._all_parameters() if not isinstance(p, UninitializedParameter))
-        lines = [
-            f"{type(self).__name__}(",
-            f"  {described(self._blocks.values())} of {total:,} parameters;",
-            f"  the rest trains by {self._fallback!r}" + (f" ({listed(self._reasons)})" if self._reasons else ""),
-            f"  {self._words()}, step {self._step}",
-            "  " + ", ".join(f"{k}={v}" for k, v in first.items()),
-            ")",
-        ]
-        return "\n".join(lines)
