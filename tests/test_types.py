@@ -48,6 +48,7 @@ def solve(X: Tensor, V: Tensor) -> Tensor:
     return low.solve(V, damping=0.1)
 
 
+bound: rkfac.RSKFAC = rkfac.for_model(nn.Linear(2, 3))(params=nn.Linear(2, 3).parameters(), lr=0.1)
 modes: int = theory.retained_modes(rho=0.95, n=256)
 """
 WRONG = {

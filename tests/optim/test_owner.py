@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import rkfac
@@ -64,10 +65,44 @@ def test_a_list_finds_the_outermost_module() -> None:
     assert names["head"] == "its weight is not among the optimizer's parameters"
 
 
-def test_an_iterator_is_that_of_the_module_it_was_asked_of() -> None:
-    model = nn.ModuleDict({"body": mlp()})
-    optimizer = rkfac.RSKFAC(model["body"].parameters(), **EVERY)
-    assert [layer.name for layer in optimizer.report()] == ["0", "2", "4"]
+def test_an_iterator_finds_what_a_list_finds() -> None:
+    """The module it was asked of may be a part, whose output is not the model's."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+    x, y = rows()
+    x = x.float()
+    found = []
+    for way in (lambda m: m[0].parameters(), lambda m: list(m[0].parameters())):
+        own = copy.deepcopy(model)
+        optimizer = rkfac.KFAC(way(own), fisher="mc", **EVERY)
+        F.cross_entropy(own(x), y).backward()
+        optimizer.step()
+        found.append((parameters(own), [layer.name for layer in optimizer.report()]))
+        optimizer.close()
+    assert found[0][1] == found[1][1] == ["0", "2"]
+    assert same(found[0][0], found[1][0])
+
+
+def test_an_iterator_is_that_of_the_module_it_was_asked_of_where_others_only_wrap_it() -> None:
+    model = mlp()
+    wrappers = nn.Sequential(model), nn.ModuleList([model])
+    assert rkfac.RSKFAC(model.parameters()).report()[0].name == "0"
+    assert wrappers[0][0] is wrappers[1][0] is model
+    with pytest.raises(ValueError, match=r"2 models \(ModuleList, Sequential\)"):
+        rkfac.RSKFAC(model[0].parameters())
+
+
+KINDS = (rkfac.KFAC, rkfac.RSKFAC, rkfac.SREKFAC, rkfac.EKFAC, rkfac.BKFAC, rkfac.SKFAC, rkfac.KLDWRM, rkfac.SENG)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_by_keyword_find_their_model(kind: type[rkfac.KFAC]) -> None:
+    model = mlp()
+    assert [layer.name for layer in kind(params=model.parameters(), lr=0.1).report()] == ["0", "2", "4"]
+    assert [layer.name for layer in rkfac.for_model(model, kind)(params=model.parameters()).report()] == ["0", "2", "4"]
+    with pytest.raises(TypeError, match=rf"{kind.__name__} needs a model, or parameters of one"):
+        kind(lr=0.1)
+    with pytest.raises(TypeError, match=rf"{kind.__name__}.*'params'"):
+        rkfac.for_model(model, kind)(lr=0.1)
 
 
 def test_a_wrapper_is_found_around_its_model() -> None:

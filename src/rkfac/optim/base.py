@@ -64,7 +64,7 @@ class CurvatureOptimizer(Knowing):
 
     def __init__(
         self,
-        model: nn.Module | Iterable[Any],
+        model: nn.Module | Iterable[Any] | None,
         params: Iterable[Any] | None,
         defaults: dict[str, Any],
         settings: Settings,
@@ -78,7 +78,7 @@ class CurvatureOptimizer(Knowing):
         process_group: Any = None,
         memory: str = "replicated",
     ) -> None:
-        model, params = model_of(model, params)
+        model, params = model_of(model, params, type(self).__name__)
         cut_again(model)
         refuse_sharded(model)
         self._settings = settings
@@ -89,6 +89,7 @@ class CurvatureOptimizer(Knowing):
         self._gate = Gate(settings.max_failures)
         self._scratch = Scratch()
         self._step = 0
+        self._taken = 0  # steps, by this object: a state that is loaded brings those of others
         self._stepped = 0.0  # when the last step ended, by the host's clock
         self._closed = False
         self._paused = False
@@ -108,7 +109,7 @@ class CurvatureOptimizer(Knowing):
         run_eagerly(model, self._capture)
         self._extend()
         self._refuse_spread()
-        warn_of_little(self._blocks, self._reasons)
+        warn_of_little(self._blocks, self._reasons, self._group_of)
         self._join()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -277,7 +278,7 @@ class CurvatureOptimizer(Knowing):
         self._capture.check()
         with full_precision(p.device for p in self._all_parameters()):
             collecting = self._capture.active
-            retire(self._blocks.values(), self._capture, owners_of(self._model) if collecting else None)
+            retire(self._blocks.values(), self._capture, partial(owners_of, self._model), collecting)
             begin(self._blocks.values())
             if self._settings.backward:
                 self._company.agree_on_natural(self._blocks.values())
@@ -292,6 +293,7 @@ class CurvatureOptimizer(Knowing):
         if watch is not None and closure is not None:
             self._adapt(watch, loss, closure)
         self._step += 1
+        self._taken += 1
         self._stepped = time.perf_counter()
         for block in self._blocks.values():
             if block.pace is not None:

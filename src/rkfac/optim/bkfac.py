@@ -44,7 +44,7 @@ class BKFAC(KFAC):
 
     def __init__(
         self,
-        model: nn.Module | Iterable[Any],
+        model: nn.Module | Iterable[Any] | None = None,
         lr: float | None = None,
         *,
         variant: Literal["b", "b-r", "b-r-c"] = "b",

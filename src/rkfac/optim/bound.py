@@ -38,6 +38,7 @@ def for_model(model: nn.Module, kind: type[KFAC] = RSKFAC) -> type[KFAC]:
         _refuse_foreign(model, groups)
         kind.__init__(self, model, lr, params=groups, **keywords)
 
+    construct.__qualname__ = f"{kind.__name__}.__init__"  # as errors call it
     known = inspect.signature(kind.__init__).parameters
     first = inspect.Parameter("params", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     shown = [first if name == "model" else p for name, p in known.items() if name != "params"]

@@ -42,7 +42,7 @@ class EKFAC(KFAC):
 
     def __init__(
         self,
-        model: nn.Module | Iterable[Any],
+        model: nn.Module | Iterable[Any] | None = None,
         lr: float | None = None,
         *,
         moments: Literal["samples", "running"] = "samples",

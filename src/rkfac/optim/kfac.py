@@ -128,7 +128,7 @@ class KFAC(CurvatureOptimizer):
 
     def __init__(
         self,
-        model: nn.Module | Iterable[Any],
+        model: nn.Module | Iterable[Any] | None = None,
         lr: float | None = None,
         *,
         params: Iterable[Any] | None = None,

@@ -97,7 +97,7 @@ class KLDWRM(KFAC):
 
     def __init__(
         self,
-        model: nn.Module | Iterable[Any],
+        model: nn.Module | Iterable[Any] | None = None,
         lr: float | None = None,
         *,
         variant: Literal["so", "q", "qe"] = "so",
@@ -106,7 +106,7 @@ class KLDWRM(KFAC):
     ) -> None:
         self._method = method = _method(variant, inner, keywords)
         _refuse(dict(keywords))
-        model, keywords["params"] = model_of(model, keywords.get("params"))
+        model, keywords["params"] = model_of(model, keywords.get("params"), type(self).__name__)
         super().__init__(model, 0.03 if lr is None else lr, **keywords)
         if isinstance(method, ExactModel) and method.asks_for_the_batch:
             self._look_back(model, method)

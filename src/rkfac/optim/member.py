@@ -13,7 +13,7 @@ Kind = TypeVar("Kind", bound=type)
 
 
 def member(**defaults: Any) -> Callable[[Kind], Kind]:
-    """Class decorator for a constructor `(self, model, lr=None, *, its own, **keywords)` that passes `keywords` to its base.
+    """Class decorator for a constructor `(self, model=None, lr=None, *, its own, **keywords)` that passes `keywords` to its base.
 
     `defaults` stand in the place of the base's. What `help()` and editors show is the whole signature, without what the
     class `lacks`: those keywords are refused with the reason.
@@ -26,7 +26,7 @@ def member(**defaults: Any) -> Callable[[Kind], Kind]:
             raise TypeError(f"{kind.__name__} changes defaults that its base does not have: {sorted(unknown)}")
 
         @functools.wraps(own)
-        def construct(self: Any, model: Any, lr: float | None = None, **keywords: Any) -> None:
+        def construct(self: Any, model: Any = None, lr: float | None = None, **keywords: Any) -> None:
             refuse_lacking(kind.__name__, keywords, kind.lacks)  # type: ignore[attr-defined]
             own(self, model, lr, **{**defaults, **keywords})
 

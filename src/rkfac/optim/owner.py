@@ -11,14 +11,19 @@ from torch import Tensor, nn
 ADVICE = "write the model in the place of its parameters, or build rkfac.for_model(model)(parameters, ...)"
 
 
-def model_of(given: Any, params: Iterable[Any] | None) -> tuple[nn.Module, list[Any] | Iterable[Any] | None]:
+def model_of(
+    given: Any, params: Iterable[Any] | None, kind: str = "the optimizer"
+) -> tuple[nn.Module, list[Any] | Iterable[Any] | None]:
     """The model to train and what `params=` says, from a model or from parameters as torch's optimizers take them."""
     if isinstance(given, nn.Module):
         return given, params
-    if params is not None:
+    if given is None and params is None:
+        raise TypeError(f"{kind} needs a model, or parameters of one: {kind}(model, lr=...)")
+    if given is not None and params is not None:
         raise ValueError(f"model must be an nn.Module where params= is given, got {type(given).__name__}")
+    given = params if given is None else given
     asked, groups = _asked(given), listed_groups(given)
-    return _holder(members(groups)) if asked is None else asked, groups
+    return _holder(members(groups), asked), groups
 
 
 def listed_groups(params: Any) -> list[Any]:
@@ -57,8 +62,11 @@ def _asked(params: Any) -> nn.Module | None:
     return found if isinstance(found, nn.Module) else None
 
 
-def _holder(parameters: list[Tensor]) -> nn.Module:
-    """The outermost module there is that has all of these parameters; parameters do not know it, so all modules are asked."""
+def _holder(parameters: list[Tensor], asked: nn.Module | None) -> nn.Module:
+    """The outermost module there is that has all of these parameters; parameters do not know it, so all modules are asked.
+
+    `asked`: a module that is known to have them. It need not be the outermost one, whose output is what a model returns.
+    """
     if not parameters:
         raise ValueError("model must be an nn.Module or parameters of one, got an empty list")
     found = _holders(parameters)
@@ -68,6 +76,8 @@ def _holder(parameters: list[Tensor]) -> nn.Module:
         found = _holders(parameters)
     if len(found) == 1:
         return found[0]
+    if asked is not None and all(sum(1 for _ in one.parameters()) == len(parameters) for one in found):
+        return asked  # with several wrappers around it that add nothing
     if not found:
         raise ValueError(f"no module has all of these {len(parameters)} parameters: {ADVICE}")
     kinds = ", ".join(sorted(type(model).__name__ for model in found))

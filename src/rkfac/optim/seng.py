@@ -72,7 +72,7 @@ class SENG(KFAC):
 
     def __init__(
         self,
-        model: nn.Module | Iterable[Any],
+        model: nn.Module | Iterable[Any] | None = None,
         lr: float | None = None,
         *,
         columns: int | None = 256,

@@ -50,7 +50,7 @@ class SKFAC(KFAC):
 
     def __init__(
         self,
-        model: nn.Module | Iterable[Any],
+        model: nn.Module | Iterable[Any] | None = None,
         lr: float | None = None,
         *,
         averaging: Literal["columns", "moments"] = "columns",
