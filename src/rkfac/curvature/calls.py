@@ -51,10 +51,24 @@ class Pass:
 
     `terms` is what the loss averages over: how many targets were drawn, or, since nobody tells, the samples in the layer
     that the backward pass reaches first. The order of the model's arguments and of their dimensions has no say in it.
+    `tokens` is how many there are in the largest call that has a dimension for them, 0 if none has: a layer that is called
+    on all of them more than once has no more, one that is called on parts of them, or step by step, has as many as its calls.
+    `told` is either, where somebody does tell.
     """
 
     differentiated: bool = False
     terms: int | None = None
+    tokens: int = 0
+    told: int | None = None
+
+    def holds(self, use: Use, g: Tensor) -> None:
+        """A call of it with such a gradient at its output."""
+        if g.ndim > 2:
+            self.tokens = max(self.tokens, use.adapter.positions(use.module, g))
+
+    def bounded(self, tokens: int) -> int:
+        """How many tokens a layer has seen whose calls have so many."""
+        return self.told or min(tokens, self.tokens or tokens)
 
 
 @dataclass(eq=False)

@@ -32,6 +32,8 @@ class Capture:
     def __init__(self, model: nn.Module) -> None:
         self.active = True
         self.when_counted: Callable[[Any], None] | None = None  # told when a pass has reached a layer's weight
+        self.terms: int | None = None  # that the loss of coming passes is the mean of, if somebody knows
+        self.otherwise = "trains by the fallback rule"  # what a layer does that it finds no curvature for
         self._around = weakref.ref(model)
         self._refusal: Exception | None = None
         self._pass: Pass | None = None
@@ -169,7 +171,7 @@ class Capture:
 
     def new_pass(self) -> Pass:
         """For a forward that begins."""
-        return Pass()
+        return Pass(terms=self.terms, told=self.terms)
 
     def begin(self) -> None:
         """A forward of the whole model starts."""
@@ -262,6 +264,7 @@ class Capture:
         task, g = compat.graph_task(), call.laid_out(g.detach())
         if call.one_pass.terms is None and g.numel():
             call.one_pass.terms = watched.observer.terms(call.use, call.x, g)
+        call.one_pass.holds(call.use, g)
         if task not in self._tasks:
             self._tasks.add(task)
             compat.when_backward_ends(lambda: self._ended(task))
@@ -317,9 +320,7 @@ class Capture:
                 "F.linear(h, embedding.weight), its forward does more than such a layer's (a gate, a clamp), or the loss "
                 "holds a large term of the weight itself"
             )
-            warnings.warn(
-                f"layer {watched.observer.name!r} trains by the fallback rule: {watched.foreign}", stacklevel=2
-            )
+            warnings.warn(f"layer {watched.observer.name!r} {self.otherwise}: {watched.foreign}", stacklevel=2)
 
     def _current(self) -> Pass:
         """The running pass; a new one when layers are called without the model, after a backward."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from rkfac.curvature.calls import Pass
 from rkfac.layers.base import Use
 
 
@@ -22,9 +23,9 @@ class Statistics:
     moments: tuple[Any, ...]  # `Collected`, each of the kind that its block made
     calls: int = 0
     rows: int = 0
-    tokens: int = 0
     others: list[Tensor] = field(default_factory=list)  # of a block's own: not finite, and nothing counts
-    _terms: dict[Any, int] = field(default_factory=dict)  # of the loss, by pass
+    _terms: dict[Pass, int] = field(default_factory=dict)  # of the loss, by pass
+    _tokens: dict[Pass, int] = field(default_factory=dict)  # of all calls, by pass
 
     @property
     def empty(self) -> bool:
@@ -35,12 +36,17 @@ class Statistics:
         """Where calls of one of a weight's owners belong."""
         return self
 
-    def count(self, use: Use, one_pass: Any, terms: int, rows: int, tokens: int) -> None:
+    def count(self, use: Use, one_pass: Pass, terms: int, rows: int, tokens: int) -> None:
         """One more call of the layer: calls within a pass are positions, calls in another are more samples."""
         self._terms[one_pass] = terms
         self.calls += 1
         self.rows += rows
-        self.tokens += tokens
+        self._tokens[one_pass] = self._tokens.get(one_pass, 0) + tokens
+
+    @property
+    def tokens(self) -> int:
+        """How many came by; known when the backward pass is over."""
+        return sum(one_pass.bounded(count) for one_pass, count in self._tokens.items())
 
     @property
     def parts(self) -> tuple[Statistics, ...]:
@@ -53,7 +59,8 @@ class Statistics:
 
     def stand_for(self, calls: int, rows: int, tokens: int, terms: int) -> None:
         """Go over to the counts of all processes."""
-        self.calls, self.rows, self.tokens, self._terms = calls, rows, tokens, {"all": terms}
+        everybody = Pass()
+        self.calls, self.rows, self._tokens, self._terms = calls, rows, {everybody: tokens}, {everybody: terms}
 
     def samples(self, loss_average: str) -> int:
         """N: how many terms the loss averages over."""

@@ -62,6 +62,8 @@ class Operator:
                 f"layer {self.name!r} has {self.shape[0]} parameters: give a vector ({self.shape[0]},) or columns "
                 f"({self.shape[0]}, k) of floating point, not {v.dtype} of shape {tuple(v.shape)}; flatten() makes one"
             )
+        if not v.numel():
+            return v.detach().clone()  # no columns
         rows = v.detach().double().reshape(len(v), -1).mT
         product = self._layout.parted(spectral @ self._layout.joined(rows)).mT
         return product.reshape(v.shape).to(v.dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from rkfac.optim.compiled import unwrapped
 from rkfac.optim.coverage import Choice
 from rkfac.optim.fitting import Enumerated, Loss, fitted
 from rkfac.optim.kfac import meaning_of
+from rkfac.optim.terms import Terms, samples_of
 
 
 def fit_curvature(
@@ -43,6 +44,7 @@ def fit_curvature(
     sides: Literal["both", "input", "output"] = "both",
     weight_sharing: Literal["expand", "reduce"] = "expand",
     loss_average: Literal["batch", "tokens", "sum"] = "batch",
+    terms: Terms | None = None,
     rows: int | None = None,
     include: Iterable[str] | str = (),
     exclude: Iterable[str] | str = (),
@@ -52,10 +54,16 @@ def fit_curvature(
     """The curvature of a model as it stands: K-FAC's factors, averaged over all samples of all batches; nothing is trained.
 
     The model runs in evaluation mode and is left as it was: parameters, modes, buffers, gradients, hooks, random numbers.
+    Among several processes each gets the curvature of its own batches: nothing is added up over them.
 
     Arguments (those not listed mean what they mean in `KFAC`):
       batches        pairs (inputs, targets); inputs that are a tuple or a mapping are the model's several arguments
       loss           of the model's output and the targets: a number, the mean over the batch's samples (`loss_average`)
+      loss_average   "batch": the mean over samples, of which a batch has as many as its targets (or inputs) are long, "sum": the
+                     sum over these; "tokens": the mean over all positions
+      terms          of the inputs and targets of a batch: how many terms its loss is the mean of, where these are others, e.g.
+                     lambda inputs, targets: (targets != -100).sum(); under "empirical" alone, for targets that are drawn are
+                     as many as the model's outputs
       fisher         "empirical": gradients of the loss itself; "mc": of targets drawn from the model, `draws` times a batch;
                      "exact": the expectation over those, by as many passes a batch as a sample has outputs
       likelihood     what the model's outputs mean under "mc" and "exact"
@@ -102,7 +110,7 @@ def fit_curvature(
     inner = unwrapped(model)
     choice = Choice(check_patterns("include", include), check_patterns("exclude", exclude), max_factor_dim)
     choice.check(inner)
-    return fitted(inner, batches, loss, choice, settings, group, meaning, draws)
+    return fitted(inner, batches, loss, choice, settings, group, meaning, draws, _terms(terms, fisher, loss_average))
 
 
 def _check_model(model: Any) -> None:
@@ -122,6 +130,17 @@ def _meaning(fisher: str, likelihood: Any) -> Likelihood | None:
     if fisher == "empirical":
         return None
     return Enumerated(meaning_of(likelihood)) if fisher == "exact" else meaning_of(likelihood)
+
+
+def _terms(terms: Any, fisher: str, loss_average: str) -> Terms | None:
+    """What knows how many terms a loss is the mean of; None: the draws, or the layers, do."""
+    if terms is None:
+        return samples_of if fisher == "empirical" and loss_average != "tokens" else None
+    if fisher != "empirical":
+        raise ValueError(f"terms= goes with fisher='empirical' alone: fisher={fisher!r} asks nothing of the loss")
+    if not callable(terms):
+        raise ValueError(f"terms must be a function of a batch's inputs and targets, got {terms!r}")
+    return cast("Terms", terms)
 
 
 def _check_strategy(decomposition: Any) -> None:

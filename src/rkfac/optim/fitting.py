@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +16,14 @@ from rkfac.curvature.fisher import Likelihood
 from rkfac.curvature.hooks import full_precision
 from rkfac.curvature.sampled import SampledCapture
 from rkfac.layers import Adapter, KroneckerAdapter, TiedAdapter, Uncovered, UnitAdapter, Use
-from rkfac.operators import Curvature
+from rkfac.operators import Curvature, why_not
 from rkfac.optim.collecting import commit
 from rkfac.optim.compiled import run_eagerly
-from rkfac.optim.coverage import Choice, LeftOut, block_for, cover
+from rkfac.optim.coverage import Choice, block_for, cover
 from rkfac.optim.gate import Gate
 from rkfac.optim.report_text import listed
 from rkfac.optim.snapshot import curvature_of
+from rkfac.optim.terms import Terms, counted
 from rkfac.optim.untouched import untouched
 
 Kinds = Mapping[type, Callable[..., Block]]
@@ -69,14 +71,23 @@ class Fitting:
         self.blocks = {name: found.blocks[name] for name in found.order if name in found.blocks}
         self.reasons = found.reasons
         if not self.blocks:
-            raise ValueError(f"no layer of the model has a curvature: {self._why_none(found.reasons)}")
+            self._refuse({name: left.reason for name, left in found.reasons.items()})
         # Samples; a pass that is one of several for them counts its share.
         self.seen = dict.fromkeys(self.blocks, 0.0)
         self._share = 1.0
 
+        keeping = [name for name, block in self.blocks.items() if isinstance(block, FittedTied)]
+        if keeping and settings.method is not None:
+            warnings.warn(
+                f"eigenvalues='moments' does not go with a table that is also the head: {listed(keeping)} keeps products of "
+                "eigenvalues",
+                stacklevel=4,
+            )
+
     @staticmethod
-    def _why_none(reasons: Mapping[str, LeftOut]) -> str:
-        return "; ".join(f"{name!r}: {left.reason}" for name, left in list(reasons.items())[:3]) or "it has none"
+    def _refuse(reasons: Mapping[str, str]) -> NoReturn:
+        why = "; ".join(f"{name!r}: {reason}" for name, reason in list(reasons.items())[:3])
+        raise ValueError(f"no layer of the model has a curvature: {why or 'it has none'}")
 
     def take(self, capture: Capture, passes: int) -> None:
         """What came in with one backward pass, which is one of so many for its batch."""
@@ -118,7 +129,7 @@ class Fitting:
             self.model, self.blocks, self.reasons, lambda block: damping, lambda block: round(self.seen[block.name])
         )
         if not found:
-            raise ValueError("no layer was reached by a backward pass: does the loss depend on the model's output?")
+            self._refuse({name: why_not(block) for name, block in self.blocks.items()})
         return found
 
 
@@ -131,23 +142,28 @@ def fitted(
     group: dict[str, Any],
     meaning: Likelihood | None,
     draws: int,
+    terms: Terms | None,
 ) -> Curvature:
-    """The curvature of a model; `meaning`: what drawn (or enumerated) targets come from, None for the loss's own."""
+    """The curvature of a model; `meaning`: what drawn (or enumerated) targets come from, None for the loss's own.
+
+    `terms`: what says how many terms the loss of a batch is the mean of, None: the layers.
+    """
     with untouched(model):
         fitting = Fitting(model, choice, settings, group)
         if meaning is None:
             capture = Capture(model)
         else:
             capture = SampledCapture(model, meaning, settings.randomness)
+        capture.otherwise = "has no curvature"
         enumerated = meaning if isinstance(meaning, Enumerated) else None
         try:
             run_eagerly(model, capture)
             for block in fitting.blocks.values():
                 capture.attach(block)
-            _pass_over(model, batches, loss, fitting, capture, draws, enumerated)
+            _pass_over(model, batches, loss, fitting, capture, draws, enumerated, terms)
             fitting.decompose(capture)
             if fitting.begin_again():
-                _pass_over(model, batches, loss, fitting, capture, draws, enumerated)
+                _pass_over(model, batches, loss, fitting, capture, draws, enumerated, terms)
         finally:
             capture.close()
         return fitting.result()
@@ -161,12 +177,14 @@ def _pass_over(
     capture: Capture,
     draws: int,
     enumerated: Enumerated | None,
+    terms: Terms | None,
 ) -> None:
     """Every batch, once or as often as its Fisher has draws or columns."""
     count = 0
     for count, batch in enumerate(batches, 1):
         if not isinstance(batch, tuple | list) or len(batch) != 2:
             raise ValueError(f"batches must be pairs (inputs, targets), batch {count} is a {type(batch).__name__}")
+        capture.terms = None if terms is None else counted(terms, *batch)
         at, passes = 0, draws
         while at < passes:
             if enumerated is not None:

@@ -109,3 +109,78 @@ def test_eval_mode_training_collects_as_training_mode_does() -> None:
     assert {r.name: r.reason for r in optimizer.report()} == {"0": "", "1": "", "3": ""}
     assert any(not torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
     assert all(record.rank_output or record.kind == "BatchNorm1d" for record in optimizer.report())
+
+
+# --- tokens
+
+
+class Repeated(nn.Module):
+    """One layer in the place of several: every token goes through it twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.layer(torch.tanh(self.layer(x)))))
+
+
+class InParts(nn.Module):
+    """A head that is given its tokens in two parts, as programs that save memory do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.head(part) for part in torch.tanh(self.layer(x)).split(3, 1)], 1)
+
+
+class Recurrent(nn.Module):
+    """A token a call, from its input to its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, outputs = torch.zeros_like(x[:, 0]), []
+        for t in range(x.shape[1]):
+            h = torch.tanh(self.cell(x[:, t] + h))
+            outputs.append(self.head(h))
+        return torch.stack(outputs, 1)
+
+
+def traces_by_hand(model: nn.Module, name: str, loss: Any, terms: int) -> tuple[Tensor, Tensor]:
+    """Of A = sum a a^T / (N S^2) and G = S / N sum g g^T over all calls of a layer, g of the summed loss."""
+    calls: list[tuple[Tensor, Tensor]] = []
+
+    def remember(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        calls.append((args[0].flatten(0, -2), output))
+
+    handle = model.get_submodule(name).register_forward_hook(remember)
+    value = loss()
+    gradients = torch.autograd.grad(value, [output for _, output in calls])
+    handle.remove()
+    rows = sum(len(a) for a, _ in calls)
+    inputs = sum(a.square().sum() for a, _ in calls) + rows  # and the bias's ones
+    outputs = sum(g.square().sum() for g in gradients)
+    return torch.as_tensor(inputs).detach() * terms / rows**2, torch.as_tensor(outputs) * rows / terms**2
+
+
+@pytest.mark.parametrize("build", [Repeated, InParts, Recurrent])
+@pytest.mark.parametrize("kind", [stated.KFAC, stated.EKFAC])
+def test_a_token_is_one_term_of_the_loss_whatever_calls_it_is_in(build: Any, kind: Any) -> None:
+    model = build().double()
+    x, y = torch.randn(4, 6, 4).double(), torch.randint(3, (4, 6)).flatten()
+    optimizer = kind(model, lr=0.0, factor_start="unbiased", loss_average="tokens", **EVERY)
+    F.cross_entropy(model(x).flatten(0, 1), y).backward()
+    optimizer.step()
+    found = averages(optimizer)
+    for name, _ in model.named_children():
+        with optimizer.unhooked():
+            expected = traces_by_hand(
+                model, name, lambda: F.cross_entropy(model(x).flatten(0, 1), y, reduction="sum"), 24
+            )
+        for side, trace in zip(("input", "output"), expected, strict=True):
+            torch.testing.assert_close(torch.trace(found[f"{name}.{side}"]), trace)

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from rkfac.curvature.block.kronecker import KroneckerBlock
+from rkfac.curvature.calls import Pass
 from rkfac.curvature.factor import DenseFactor, DiagonalFactor, Factor
 from rkfac.curvature.moment import DiagonalMoment, JoinedMoment, Moment, SquareMoment
 from rkfac.curvature.statistics import Statistics
@@ -38,7 +39,7 @@ class TiedStatistics(Statistics):
         """Calls of tables are lookups, those of Linear layers the head's."""
         return self._lookups if isinstance(use.adapter, EmbeddingAdapter) else self._head
 
-    def count(self, use: Use, one_pass: Any, terms: int, rows: int, tokens: int) -> None:
+    def count(self, use: Use, one_pass: Pass, terms: int, rows: int, tokens: int) -> None:
         """For itself and for the one that the call belongs to."""
         super().count(use, one_pass, terms, rows, tokens)
         self.of(use).count(use, one_pass, terms, rows, tokens)
