@@ -52,6 +52,11 @@ def test_pages_fetch_nothing_from_elsewhere(site: Path) -> None:
         assert FETCHED.findall(page.read_text()) == [], page.name
 
 
+def test_no_page_links_to_the_root_of_a_server(site: Path) -> None:
+    for page in site.rglob("*.html"):
+        assert re.findall(r"(?:href|src)=[\"']?/[^\"'\s>]*", page.read_text()) == [], page.name
+
+
 class Quiet(SimpleHTTPRequestHandler):
     """A server that keeps its log to itself."""
 
