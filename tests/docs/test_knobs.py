@@ -75,7 +75,7 @@ class Knob:
             else:
                 taken.append(ast.literal_eval(word))
         if not WORDS & set(self.takes.split(" or ")):
-            refused.append("nonsense")
+            refused += ["nonsense"] if None in taken else ["nonsense", None]
         return taken, refused
 
 
