@@ -111,11 +111,11 @@ def visit(target: str, steps: int = STEPS, arguments: Sequence[str] = ()) -> Vis
     """Run a script or call module:function until its first rkfac optimizer has taken `steps` steps."""
     if steps < 1:
         raise LabError(f"--steps must be at least 1, not {steps}.")
-    program, watch = _program(target, arguments), Watch(steps)
+    watch = Watch(steps)
     ending, error = f"{target} came to its end.", None
     with watch.looking_on():
         try:
-            program()
+            _program(target, arguments)()  # importing a module may build and train already
         except _EnoughError:
             ending = f"{target} was stopped after {steps} steps (--steps)."
         except SystemExit as end:
@@ -148,7 +148,8 @@ def _program(target: str, arguments: Sequence[str]) -> Callable[[], Any]:
         return lambda: _run_script(path, arguments)
     if ":" not in target:
         raise LabError(f"There is no script {target}; name a file of Python, or a function as module:function.")
-    function = imports.named("function", target, target)
+    with _argv([target, *arguments]):
+        function = imports.named("function", target, target)
     if not callable(function):
         raise LabError(
             f"{target} is of type {type(function).__name__} and cannot be called; name a function without arguments."

@@ -6,6 +6,8 @@ import difflib
 from collections.abc import Iterable
 from pathlib import Path
 
+MANY, FEW = 60, 5  # names that are not all listed, and how many of them are
+
 
 class LabError(Exception):
     """A mistake the user can mend; shown as one sentence without a traceback."""
@@ -36,8 +38,13 @@ def one_line(error: BaseException) -> str:
 
 
 def unknown(kind: str, name: str, valid: Iterable[str]) -> LabError:
-    """The refusal of a name nobody knows: says the nearest valid one, or all of them."""
+    """The refusal of a name nobody knows: says the nearest valid one, or all of them, or a few where they are many."""
     choices = sorted(valid)
-    near = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}?" if near else f"choose from: {', '.join(choices) or 'none'}."
+    near = difflib.get_close_matches(name, choices, n=FEW, cutoff=0.0)
+    if difflib.get_close_matches(name, near, n=1, cutoff=0.5):
+        hint = f"did you mean {near[0]!r}?"
+    elif len(choices) > MANY:
+        hint = f"the nearest of its {len(choices)} names: {', '.join(near)}."
+    else:
+        hint = f"choose from: {', '.join(choices) or 'none'}."
     return LabError(f"There is no {kind} {name!r}; {hint}")

@@ -19,6 +19,7 @@ from torch import nn
 from . import objects
 from .errors import LabError, unknown
 from .imports import named
+from .structure import is_number
 
 # Name -> where its class is; imported when asked for, so that nobody pays for what is not used.
 CLASSES = {
@@ -36,8 +37,8 @@ CLASSES = {
     "soap": "pytorch_optimizer:SOAP",
     "shampoo": "pytorch_optimizer:Shampoo",
 }
-
-
+# Where optimizers only notice at a `<`, or in their first step, that a text is no number.
+PLAIN = ("torch", "pytorch_optimizer", "rkfac_lab")
 GRAFTS = ("sgd", "adamw")
 
 
@@ -86,18 +87,29 @@ def takes_place_of(name: str) -> str | None:
     return other if other in GRAFTS and is_kfac(name) else None
 
 
-def build(name: str, model: nn.Module, arguments: Mapping[str, Any], seed: int | None = None) -> torch.optim.Optimizer:
-    """The optimizer called `name` for `model`; `seed` goes to rkfac's sketches unless `arguments` has one."""
+def understood(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords for the constructor; what can be refused without a model is refused here, by its name."""
     factory = _factory(name)
-    takes_model = derives(factory) or factory.__module__.split(".")[0] == "rkfac_lab"
     accepted = _keywords(factory)
     keywords = objects.made(arguments) if derives(factory) else dict(arguments)
-    if seed is not None and "seed" in accepted and not {"seed", "generator"} & set(keywords):
-        keywords["seed"] = seed
     for key in keywords:
         # What a member of rkfac's family lacks it refuses itself, and says why.
         if accepted and key not in accepted and key not in getattr(factory, "lacks", ()):
             raise unknown(f"argument of {name}", key, accepted)
+    if factory.__module__.split(".")[0] in PLAIN:
+        for key, parameter in inspect.signature(factory).parameters.items():
+            if is_number(parameter.default) and isinstance(keywords.get(key), str | list | dict):
+                raise LabError(f"{key} of {name} must be a number, not {keywords[key]!r}.")
+    return keywords
+
+
+def build(name: str, model: nn.Module, arguments: Mapping[str, Any], seed: int | None = None) -> torch.optim.Optimizer:
+    """The optimizer called `name` for `model`; `seed` goes to rkfac's sketches unless `arguments` has one."""
+    factory = _factory(name)
+    takes_model = derives(factory) or factory.__module__.split(".")[0] == "rkfac_lab"
+    keywords = understood(name, arguments)
+    if seed is not None and "seed" in _keywords(factory) and not {"seed", "generator"} & set(keywords):
+        keywords["seed"] = seed
     try:
         optimizer = factory(model if takes_model else list(model.parameters()), **keywords)
     except (TypeError, ValueError, AssertionError) as error:

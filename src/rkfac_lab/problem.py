@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from .data import Dataset, Sources
-from .errors import LabError
+from .errors import LabError, one_line
 from .imports import named
 from .optimizers import grafted, kin
 
@@ -91,7 +93,16 @@ def own_part(kind: str, place: str, wanted: type) -> Callable[[Any], Any]:
         raise LabError(f"The {kind} {place} is no function of one argument ({given}); name one that is.") from None
 
     def made(known: Any) -> Any:
-        found = make(known)
+        try:
+            found = make(known)
+        except LabError:
+            raise
+        except Exception as error:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{PurePath(last.filename).name}, line {last.lineno}"
+            raise LabError(
+                f"The {kind} {place} failed in {where}: {one_line(error)}; it gets {given}, and returns a {wanted.__name__}."
+            ) from error
         if not isinstance(found, wanted):
             raise LabError(
                 f"The {kind} {place} returned a {type(found).__name__}, and a {wanted.__name__} belongs there."

@@ -19,7 +19,10 @@ Comparison = Mapping[str, Any]  # what a table.json holds
 def read(folder: Path) -> Comparison:
     """The numbers of one comparison."""
     path = folder / "table.json"
-    found = disk.read_json(path, REMEDY)
+    try:
+        found = disk.read_json(path, REMEDY)
+    except FileNotFoundError:
+        raise LabError(f"'{folder}' holds no table.json; give a folder that `rkfac compare` wrote.") from None
     if not isinstance(found, dict) or not {"workload", "metric", "rows", "targets", "promises"} <= found.keys():
         raise disk.damaged(path, "it is not what a comparison writes", REMEDY)
     return found
@@ -114,7 +117,10 @@ def _value(metric: str, found: Mapping[str, Any] | None) -> str:
 
 def put_into(page: Path, text: str) -> None:
     """In the place that a page has for it, between its two marks."""
-    whole = disk.read(page).decode()
+    try:
+        whole = disk.read(page).decode()
+    except FileNotFoundError:
+        raise LabError(f"There is no page {page} to put the summary into; make it, with a place for it.") from None
     if whole.count(BEGIN) != 1 or whole.count(END) != 1:
         raise LabError(f"{page} has no place for a summary: one line {BEGIN} and, below it, one line {END}.")
     before, rest = whole.split(BEGIN)

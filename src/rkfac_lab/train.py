@@ -73,7 +73,9 @@ def run(config: RunConfig, folder: Path, *, resume: bool = False, progress: Prog
 def _whole(config: RunConfig) -> RunConfig:
     """With everything filled in; what cannot be done here is refused now."""
     board.require(config)
-    return resolve(config)
+    whole = resolve(config)
+    optimizers.understood(whole.optimizer.name, whole.optimizer.arguments)  # before the folder is asked whose it is
+    return whole
 
 
 def _has_ended(target: RunFolder, config: RunConfig, resume: bool) -> bool:

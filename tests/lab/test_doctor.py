@@ -124,6 +124,21 @@ def test_a_function_is_called(command):
     assert "The clip has shortened 100% of the steps" in " ".join(said.split())
 
 
+def test_a_module_that_trains_while_it_is_imported_is_watched_from_its_first_line(command, place):
+    (place / "at_once.py").write_text("from user_training import train\n\ntrain()\n\n\ndef nothing():\n    pass\n")
+    code, said, _ = command("at_once:nothing", "--steps", 3)
+    assert code == 0
+    assert "3 steps in " in said
+    assert said.splitlines()[-1] == "at_once:nothing was stopped after 3 steps (--steps)."
+    (place / "built_first.py").write_text("from user_training import built_only\n\nbuilt_only()\nmain = print\n")
+    code, said, _ = command("built_first:main")
+    assert code == 0
+    assert "RSKFAC" in said
+    assert said.splitlines()[-1] == "built_first:main came to its end."
+    for name in ("at_once", "built_first"):
+        sys.modules.pop(name, None)
+
+
 def test_numbers_are_all_that_is_on_standard_output(command):
     code, said, trouble = command("user_training:two", "--json")
     assert code == 0
@@ -161,6 +176,7 @@ def test_a_program_that_gives_up_is_said_to(command):
         ("missing.py", "There is no script missing.py; name a file of Python, or a function as module:function."),
         ("missing:train", "needs the module missing"),
         ("user_training:trian", "did you mean 'train'?"),
+        ("os:nosuch", "There is no function in os named 'nosuch'; the nearest of its "),
         ("user_training:number", "user_training:number is of type int and cannot be called"),
     ],
 )
@@ -169,6 +185,7 @@ def test_what_cannot_be_looked_at_is_one_sentence(command, target, sentence):
     assert (code, said) == (2, "")
     assert sentence in trouble
     assert trouble.count("\n") == 1
+    assert len(trouble) < 200
 
 
 def test_steps_must_be_some(place):

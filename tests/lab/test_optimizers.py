@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import types
 
@@ -94,9 +95,18 @@ def test_unknown_argument_names_the_nearest(name):
 
 
 def test_impossible_value_is_said_in_one_sentence():
+    for name, argument, value in (
+        ("sgd", "lr", "abc"),
+        ("adamw", "lr", "abc"),
+        ("muon", "lr", "abc"),
+        ("soap", "weight_decay", [1]),
+        ("torch.optim:SGD", "momentum", "much"),
+    ):
+        with pytest.raises(LabError, match=re.escape(f"{argument} of {name} must be a number, not {value!r}.")):
+            optimizers.build(name, network(), {argument: value})
     with pytest.raises(LabError, match=r"sgd does not accept lr=-1: Invalid learning rate: -1\."):
         optimizers.build("sgd", network(), {"lr": -1})
-    with pytest.raises(LabError, match="lr='fast'"):
+    with pytest.raises(LabError, match="lr of sgd must be a number, not 'fast'"):
         optimizers.build("sgd", network(), {"lr": "fast"})
 
 

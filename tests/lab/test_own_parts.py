@@ -240,7 +240,8 @@ def test_another_model_is_another_run_and_another_problem(mine, rkfac):
         ("model=mine:two_arguments", "The model mine:two_arguments is no function of one argument"),
         ("model=mine:no_model", "The model mine:no_model returned a str, and a Module belongs there"),
         ("model=3", "model must be a text, not 3"),
-        ("data=mine:wide", "'Sources' object has no attribute 'train_x'"),
+        ("data=mine:wide", "The data mine:wide failed in mine.py, line 36: AttributeError: 'Sources' object has no"),
+        ("data=mine:wide", "'train_x'; it gets where data is, a Sources, and returns a Dataset."),
         ("data=mine:NUMBER", "The data mine:NUMBER is no function of one argument (where data is, a Sources)"),
         ("data=mine:no_model", "The data mine:no_model returned a str, and a Dataset belongs there"),
     ],
@@ -248,7 +249,7 @@ def test_another_model_is_another_run_and_another_problem(mine, rkfac):
 def test_what_cannot_be_used_is_said_before_anything_is_written(mine, setting, said):
     with pytest.raises(LabError, match=re.escape(said)):
         train.run(config.load("digits-mlp", ["optimizer.name=sgd", setting]), mine / "r")
-    assert not (mine / "r" / record.CONFIG).exists()
+    assert not (mine / "r").exists()
 
 
 # --- strategies

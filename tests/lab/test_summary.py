@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,16 @@ def test_what_no_comparison_wrote_is_refused(content: str, tmp_path: Path) -> No
     (tmp_path / "table.json").write_text(content)
     with pytest.raises(LabError, match=r"table\.json"):
         summary.read(tmp_path)
+
+
+def test_a_folder_or_a_page_that_is_not_there_is_one_sentence(tmp_path: Path, rkfac: Callable[..., Any]) -> None:
+    code, said = rkfac("summary", tmp_path)
+    assert (code, len(said)) == (2, 1)
+    assert said[0].endswith("holds no table.json; give a folder that `rkfac compare` wrote.")
+    (tmp_path / "table.json").write_text(json.dumps(comparison()))
+    code, said = rkfac("summary", tmp_path, "--into", tmp_path / "page.md")
+    assert (code, len(said)) == (2, 1)
+    assert "There is no page" in said[0]
 
 
 def test_the_page_of_results_is_made_of_the_numbers_beside_it() -> None:

@@ -251,6 +251,16 @@ def test_another_configuration_is_refused_by_key(tmp_path):
         train.run(configuration(), tmp_path / "r")
 
 
+def test_what_nobody_could_build_is_said_before_whose_the_folder_is(tmp_path, slim):
+    train.run(config.load("digits-mlp", ["max_steps=1"]), tmp_path)
+    for setting, said in (
+        ('decomposition={kind = "nystrm"}', "did you mean 'nystrom'"),
+        ("dampin=1", "did you mean 'damping'"),
+    ):
+        with pytest.raises(LabError, match=said):
+            train.run(config.load("digits-mlp", ["max_steps=1", f"optimizer.arguments.{setting}"]), tmp_path)
+
+
 def test_max_steps_ends_inside_an_epoch_and_can_grow(tmp_path):
     run = train.run(configuration(GROWS, "max_steps=15"), tmp_path / "r")
     assert [(line["step"], line["partial"]) for line in run.epochs] == [(11, False), (15, True)]
