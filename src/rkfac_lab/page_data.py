@@ -60,19 +60,21 @@ def _group(
     settings = _settings(runs, origins)
     runs = budgets.told_apart(runs)
     metrics = _metrics(runs)
+    groups = tables.group_by_label(runs)
+    places = plots.positions(groups)
     optimizers = [
         {
             "label": label,
-            "slot": position % len(plots.PALETTE),
+            "slot": places[label] % len(plots.PALETTE),
             # A second cue beside colour, shifted at every round so that a ninth line differs from the first.
-            "dash": (position + position // len(plots.PALETTE)) % DASHES,
+            "dash": (places[label] + places[label] // len(plots.PALETTE)) % DASHES,
             "settings": members[0].config.get("optimizer", {}).get("arguments", {}),
             "chosen": settings[members[0].path],
             "rate": _rate(members[0]),
             "budget": budgets.budget(members[0]),
             "bands": {metric: _band(members, metric) for metric in metrics},
         }
-        for position, (label, members) in enumerate(tables.group_by_label(runs).items())
+        for label, members in groups.items()
     ]
     table = tables.table1(runs, failures)
     rows = {row.label for row in table.rows}

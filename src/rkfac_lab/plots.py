@@ -10,7 +10,7 @@ against the width of a layer.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from rkfac_lab.search import Trial, Tuned
     from rkfac_lab.spectrum import FactorHistory
 
-# Okabe and Ito's colours, told apart with every common colour vision; given in order of first appearance.
+# Okabe and Ito's colours, told apart with every common colour vision.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 # A second cue beside colour, and what tells a ninth optimizer from the first.
 DASHES: tuple[Any, ...] = ("-", (0, (6, 2)), (0, (2, 1.2)), (0, (6, 2, 1.5, 2)))
@@ -60,8 +60,13 @@ class Band:
     high: np.ndarray
 
 
+def positions(labels: Iterable[str]) -> dict[str, int]:
+    """Where each optimizer's colour and dash are: by its name, so that pictures of the same runs have them alike."""
+    return {label: position for position, label in enumerate(sorted(labels))}
+
+
 def colour(position: int) -> str:
-    """Colour of the optimizer that appeared at this position."""
+    """Colour of the optimizer at this position."""
     return PALETTE[position % len(PALETTE)]
 
 
@@ -109,17 +114,18 @@ def curves(runs: Sequence[Run], title: str | None = None) -> Figure:
     figure = _figure(11, 0.9 + 3.1 * max(len(rows), 1))
     grid = figure.subplots(max(len(rows), 1), 2, squeeze=False, sharey="row", sharex="col")
     groups = group_by_label(runs)
+    places = positions(groups)
     pairs = [pair for pair in promises(runs) if pair.reached == len(pair.arrivals)]  # a lucky seed is no story
     for row, quantity in enumerate(rows):
         for column, against in enumerate(("step", "train_seconds")):
             axes = grid[row][column]
-            for position, members in enumerate(groups.values()):
-                _draw_band(axes, band(members, quantity, against), position)
+            for label, members in groups.items():
+                _draw_band(axes, band(members, quantity, against), places[label])
             if quantity == metric:
                 for target in targets_of(runs):
                     axes.axhline(target.value, color=INK, linewidth=0.8, linestyle=":", zorder=1)
                 for pair in pairs:
-                    _draw_arrival(axes, pair, ("steps", "seconds")[column], list(groups).index(pair.label))
+                    _draw_arrival(axes, pair, ("steps", "seconds")[column], places[pair.label])
         _scale_values(grid[row], quantity, [epoch.get(quantity) for run in runs for epoch in run.epochs])
         grid[row][0].set_ylabel(_axis_name(quantity))
     grid[-1][0].set_xlabel("step")

@@ -205,12 +205,15 @@ def ratios(table: Table1, reference: str | None = None) -> tuple[Ratio, ...]:
 
 
 def reference_label(table: Table1) -> str:
-    """The row the others are measured against: the best baseline, without one exact K-FAC, else the first with times."""
-    baselines = [row for row in table.rows if row.baseline and row.best]
-    if baselines:
-        return min(baselines, key=_standing).label
-    timed = [row.label for row in table.rows if row.epoch_seconds] or [row.label for row in table.rows]
-    return "k-fac" if "k-fac" in timed else (timed[0] if timed else "")
+    """The row the others are measured against: the best baseline, without one exact K-FAC, else the best of all.
+
+    Nothing can be divided by who never arrived: where some rows reached a target, the others are left aside.
+    """
+    arrived = [row for row in table.rows if any(result.hits for result in row.targets)]
+    rows = arrived or [row for row in table.rows if row.best or row.epoch_seconds] or list(table.rows)
+    baselines = [row for row in rows if row.baseline]
+    exact = [row for row in rows if row.label == "k-fac"]
+    return min(baselines or exact or rows, key=_standing).label if rows else ""
 
 
 def _standing(row: Row) -> list[tuple[int, float]]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.colors import to_hex
 
 from rkfac_lab import cli, plots, report
 from rkfac_lab.errors import LabError
@@ -147,6 +148,19 @@ def test_workloads_and_optimizers_keep_their_order_of_appearance() -> None:
     assert [entry["label"] for entry in first["optimizers"]] == names
     assert [entry["slot"] for entry in first["optimizers"]] == [0, 1, 2, 3, 4, 5, 6, 7, 0]
     assert [entry["dash"] for entry in first["optimizers"]] == [0, 1, 2, 3, 0, 1, 2, 3, 1]
+
+
+def test_an_optimizer_has_its_colour_whatever_came_first() -> None:
+    runs = [make_run(name) for name in ("sgd", "rs-kfac", "adamw")]
+    looks = []
+    for order in (runs, runs[::-1]):
+        [group] = report.contents(order)["groups"]
+        page = {entry["label"]: plots.PALETTE[entry["slot"]].lower() for entry in group["optimizers"]}
+        figure = plots.curves(order)
+        drawn = zip(figure.legends[0].get_texts(), figure.legends[0].get_lines(), strict=True)
+        assert {text.get_text(): to_hex(line.get_color()) for text, line in drawn} == page
+        looks.append(page)
+    assert looks[0] == looks[1]
 
 
 def layers_record(epoch: int, *layers: dict[str, Any]) -> dict[str, Any]:

@@ -88,6 +88,13 @@ def test_the_best_baseline_is_the_reference():
     assert best_of(rs_kfac=[once, once], k_fac=[never, never]) == "k-fac"
 
 
+def test_nobody_is_divided_by_who_never_arrived():
+    slow, fast, never = [0.5, 0.5, 0.9], [0.5, 0.9, 0.9], [0.1, 0.2, 0.3]
+    assert best_of(sgd=[never, never], rs_kfac=[slow, slow], sre_kfac=[fast, fast]) == "sre-kfac"
+    assert best_of(sgd=[never, never], adamw=[[0.8] * 3] * 2, rs_kfac=[fast, fast]) == "adamw"
+    assert best_of(rs_kfac=[never, never], sgd=[never, never]) == "sgd"
+
+
 def test_a_grafted_k_fac_is_no_baseline():
     runs = [make_run(name, accuracies=[0.95], targets=[0.9]) for name in ("rs-kfac+sgd", "k-fac", "sgd")]
     assert [row.baseline for row in tables.table1(runs).rows] == [False, False, True]
