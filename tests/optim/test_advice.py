@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -13,8 +14,9 @@ from torch import Tensor, nn
 
 import rkfac
 from optim import stated
-from optim.problems import mlp, rows, train
+from optim.problems import mlp, parameters, rows, train, twin
 from optim.test_failures import failing
+from rkfac.curvature.block.settings import YOUNG
 from rkfac.optim.advice import CUT, FEW_STEPS, LOW, SETTLED, advice
 from rkfac.optim.report import LayerReport, Report
 
@@ -59,7 +61,23 @@ def test_a_clip_that_always_acts_is_named_with_what_to_do(clip: dict[str, float]
     assert about(optimizer)["clip always active"] == ("0", "2", "4")
     (remark,) = [r for r in optimizer.advise() if r.about == "clip always active"]
     assert "has shortened 100% of the steps of '0', '2', '4'" in remark.text
-    assert "lower lr=" in remark.text
+    assert all((f"{name}=" in remark.text) == (name in clip) for name in ("update_clip", "kl_clip"))
+    assert ("Lower lr=" in remark.text) == ("kl_clip" in clip)
+
+
+@pytest.mark.parametrize("graft", [None, "sgd"])
+@pytest.mark.parametrize(("clip", "proportional"), [({"update_clip": 1e-6}, True), ({"kl_clip": 1e-12}, False)])
+def test_what_the_remark_says_of_each_clip_and_the_learning_rate_is_so(
+    clip: dict[str, float], proportional: bool, graft: Any
+) -> None:
+    model, batches = mlp(), [rows() for _ in range(3)]
+    lengths = []
+    for lr in (0.01, 0.1):
+        other = twin(model)
+        train(other, stated.KFAC(other, lr=lr, **EVERY, **clip | {"graft": graft}), batches)
+        start, end = parameters(model), parameters(other)
+        lengths.append(float(torch.cat([(end[name] - start[name]).flatten() for name in start]).norm()))
+    assert lengths[1] / lengths[0] == pytest.approx(10.0 if proportional else 1.0, rel=1e-3)
 
 
 @pytest.mark.parametrize("clip", [{"update_clip": 1e6}, {"kl_clip": 1e6}, {}])
@@ -121,6 +139,18 @@ def test_a_rank_that_cuts_off_much_beside_a_small_damping_is_named() -> None:
     worst = max(max(layer.cut_input or 0, layer.cut_output or 0) for layer in small.report())
     assert f"up to {worst:.1f} times too long" in remark.text
     assert worst >= CUT
+
+
+def test_the_rank_is_that_of_a_layer_s_own_group() -> None:
+    model = network()
+    groups = [
+        {"params": list(model[2].parameters())},
+        {"params": list(model[0].parameters()), "rank": 2, "damping": 1e-4},
+    ]
+    optimizer = trained(stated.RSKFAC, model, params=groups, rank="auto", damping=1.0)
+    (remark,) = [r for r in optimizer.advise() if r.about == "rank too small for the damping"]
+    assert remark.layers == ("0",)
+    assert "raise rank= above 2, or say rank='auto'" in remark.text
 
 
 @pytest.mark.parametrize(
@@ -202,6 +232,95 @@ def test_frozen_layers_are_named_and_are_not_left_out() -> None:
     assert optimizer.report().covered_share == 1.0
 
 
+def test_layers_left_out_at_rate_zero_are_not_said_to_learn() -> None:
+    model = mlp()
+    optimizer = stated.KFAC(model, exclude=("2",), fallback_scale=0.0, **EVERY)
+    start = parameters(model)
+    train(model, optimizer, [rows(32)])
+    assert torch.equal(model[2].weight, start["2.weight"])
+    (remark,) = optimizer.advise()
+    assert "With fallback_scale=0 '2' does not move" in remark.text
+    assert "learn as fast" not in remark.text
+    assert "at rest (fallback_scale=0): '2'" in str(optimizer.report())
+
+
+def outside(optimizer: rkfac.KFAC) -> tuple[str, ...]:
+    """Parameters that a remark names as nobody's, and the table as well."""
+    named = about(optimizer).get("parameters outside", ())
+    assert (f"outside: {', '.join(map(repr, named[:3]))}" in str(optimizer.report())) == bool(named)
+    return named
+
+
+def test_parameters_in_no_group_are_not_said_to_train() -> None:
+    model = mlp()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer = stated.KFAC(model, params=list(model[0].parameters()), **EVERY)
+    train(model, optimizer, [rows(32)])
+    assert optimizer.report().trained == 56
+    assert outside(optimizer) == ("2.weight", "2.bias", "4.weight", "4.bias")
+    assert about(optimizer).keys() == {"parameters outside"}
+    text = f"{optimizer.report()}\n{optimizer.advise()}\n"
+    assert "by 'sgd'" not in text
+    assert text.count("100.0% of 56 trained parameters in 1 of 3 layers preconditioned") == 1
+    assert "'2'" not in repr(optimizer)
+    optimizer.add_param_group({"params": list(model[2:].parameters())})
+    train(model, optimizer, [rows(32)])
+    assert optimizer.advise() == []
+
+
+def test_weights_alone_are_counted_without_their_biases() -> None:
+    model = mlp()
+    optimizer = stated.KFAC(model, params=[p for p in model.parameters() if p.ndim > 1], **EVERY)
+    start = parameters(model)
+    train(model, optimizer, [rows(32)])
+    assert outside(optimizer) == ("0.bias", "2.bias", "4.bias")
+    assert all(torch.equal(p, start[name]) == name.endswith("bias") for name, p in model.named_parameters())
+    weights = sum(p.numel() for p in model.parameters() if p.ndim > 1)
+    assert optimizer.report().trained == weights
+    assert f"hold {weights} of {weights} parameters" in repr(optimizer)
+
+
+def test_a_layer_frozen_before_it_was_in_a_group_is_told_to_join_one() -> None:
+    model = mlp()
+    model[0].requires_grad_(False)
+    optimizer = stated.KFAC(model, params=filter(lambda p: p.requires_grad, model.parameters()), **EVERY)
+    train(model, optimizer, [rows(32)])
+    (remark,) = optimizer.advise()
+    assert remark.about == "frozen layers"
+    assert "by itself" not in remark.text
+    assert "add_param_group()" in remark.text
+    model[0].requires_grad_(True)
+    assert outside(optimizer) == ("0.weight", "0.bias")  # thawing alone does not do it
+    optimizer.add_param_group({"params": list(model[0].parameters())})
+    train(model, optimizer, [rows(32)])
+    assert optimizer.advise() == []
+
+
+def replace_module(model: nn.Sequential) -> None:
+    model[2] = nn.Linear(8, 7).double()
+
+
+def replace_weights(model: nn.Sequential) -> None:
+    model[2].load_state_dict(nn.Linear(8, 7).double().state_dict(), assign=True)
+
+
+@pytest.mark.parametrize("exclude", [(), ("2",)], ids=["covered", "excluded"])
+@pytest.mark.parametrize("replace_it", [replace_module, replace_weights])
+@pytest.mark.filterwarnings("ignore:layer '2' is not preconditioned")
+def test_a_layer_that_the_model_does_not_hold_any_more_is_named(replace_it: Any, exclude: tuple[str, ...]) -> None:
+    model = mlp()
+    optimizer = stated.KFAC(model, exclude=exclude, **EVERY)
+    replace_it(model)
+    start = parameters(model)
+    train(model, optimizer, [rows(32)])
+    moved = {name for name, p in model.named_parameters() if not torch.equal(p, start[name])}
+    assert moved == {"0.weight", "0.bias", "4.weight", "4.bias"}
+    assert about(optimizer) == {"replaced layers": ("2",), "parameters outside": ("2.weight", "2.bias")}
+    assert optimizer.report().trained == sum(start[name].numel() for name in moved)
+    assert [line.split()[-1] for line in str(optimizer.report()).splitlines() if line.startswith("2 ")] == ["replaced"]
+
+
 class Detour(nn.Module):
     """One layer is never called."""
 
@@ -219,7 +338,10 @@ def test_layers_without_statistics_are_named_once_steps_are_taken() -> None:
     assert about(optimizer) == {"no step yet": ()}
     train(model, optimizer, [rows(32)])
     assert about(optimizer) == {"layers without curvature": ("unused",)}
-    assert "no backward pass has reached its weight" in optimizer.advise()[0].text
+    text = optimizer.advise()[0].text
+    assert "no backward pass has reached its weight" in text
+    assert "still takes plain steps" not in text  # it takes none
+    assert "none where none come" in text
 
 
 def test_failed_decompositions_are_named_until_one_succeeds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,6 +397,27 @@ def test_periods_that_are_longer_than_the_run_are_named() -> None:
     assert said == [both, both, one, one, []]
 
 
+def test_periods_are_those_of_a_layer_s_own_group() -> None:
+    model = mlp()
+    late = {"params": list(model[2:].parameters()), "inverse_every": 5}
+    optimizer = stated.KFAC(model, params=[{"params": list(model[0].parameters())}, late], **EVERY)
+    train(model, optimizer, [rows(32) for _ in range(3)])
+    (remark,) = optimizer.advise()
+    assert remark.about == "periods longer than the run"
+    assert "fewer than inverse_every=5:" in remark.text
+
+
+def test_an_eager_start_makes_up_for_long_periods() -> None:
+    model = mlp()
+    optimizer = rkfac.KFAC(model, factor_every=100, inverse_every=100)
+    train(model, optimizer, [rows(32) for _ in range(YOUNG)])
+    assert {layer.updates for layer in optimizer.report()} == {YOUNG}
+    assert optimizer.advise() == []
+    train(model, optimizer, [rows(32)])
+    (remark,) = optimizer.advise()
+    assert "fewer than factor_every=100: the curvature in use is that of the first 50 steps" in remark.text
+
+
 # --- seconds: made by hand, for a clock cannot be made to say what is wanted
 
 
@@ -284,8 +427,9 @@ def timed(spent: dict[str, float], seconds: float, steps: int) -> Report:
         LayerReport("b", "Linear", True, steps=steps),
     ]
     layers[1] = replace(layers[1], seconds=dict.fromkeys(spent, 0.0))
-    settings = {"factor_every": 10, "inverse_every": 50, "rows": 1024}
-    return Report(layers, steps, seconds, settings=settings)
+    settings = {"factor_every": 10, "inverse_every": 50, "rank": 8}
+    layers = [replace(layer, settings=settings) for layer in layers]
+    return Report(layers, steps, seconds, settings={"rows": 1024})
 
 
 @pytest.mark.parametrize(
@@ -305,6 +449,44 @@ def test_a_phase_that_takes_much_of_the_time_is_named(phase: str, remedy: str) -
     assert remark.layers[0] == "a"
     assert advice(timed(spent, 40.0, SETTLED * 50)) == []
     assert advice(timed(spent, 10.0, SETTLED * 50 - 1)) == []  # the start counts too much yet
+
+
+@pytest.mark.parametrize(
+    ("kind", "keywords", "ranked"),
+    [
+        (rkfac.RSKFAC, {}, True),
+        (rkfac.KFAC, {}, False),
+        (rkfac.RSKFAC, {"decomposition": rkfac.RSVD(rank=3)}, False),
+        (rkfac.KFAC, {"decomposition": rkfac.Auto()}, True),
+        (rkfac.BKFAC, {}, True),
+        (rkfac.SENG, {}, False),
+    ],
+)
+def test_only_who_reads_a_rank_is_told_to_lower_it(kind: Any, keywords: dict[str, Any], ranked: bool) -> None:
+    model = mlp()
+    optimizer = kind(model, **keywords)
+    train(model, optimizer, [rows(32)])
+    spent = dict.fromkeys(("statistics", "refresh", "apply"), 1.0)
+    layers = [replace(layer, seconds=spent, steps=10**4) for layer in optimizer.report()]
+    said = {r.about: r.text for r in advice(Report(layers, 10**4, 3.0, settings={"rows": 1024}))}
+    assert ("lower rank=" in said["refresh dominates"]) == ranked
+    assert ("lower rank=" in said["apply dominates"]) == ranked
+    assert ("raise factor_every=" in said["statistics dominates"]) == (kind is not rkfac.SENG)
+
+
+def test_steps_of_a_loaded_state_are_not_counted_with_the_seconds_of_this_object() -> None:
+    model = mlp()
+    optimizer = stated.KFAC(model, update_clip=1e-6, **EVERY)
+    train(model, optimizer, [rows() for _ in range(30)])
+    other = twin(model)
+    resumed = stated.KFAC(other, update_clip=1e-6, **EVERY)
+    resumed.load_state_dict(optimizer.state_dict())
+    train(other, resumed, [rows() for _ in range(FEW_STEPS)])
+    report = resumed.report()
+    assert (report.steps, report.taken) == (50, FEW_STEPS)
+    assert f"50 steps in all, {FEW_STEPS} by this object in {report.seconds:.2f} s" in str(report)
+    (remark,) = [r for r in resumed.advise() if r.about == "clip always active"]
+    assert "100% of the steps that this object took of '0', '2', '4'" in remark.text
 
 
 def test_seconds_begin_with_the_first_statistic_and_end_with_the_last_step(monkeypatch: pytest.MonkeyPatch) -> None:

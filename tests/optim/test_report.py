@@ -83,6 +83,16 @@ def test_the_lines_below_say_what_is_covered_what_it_took_and_what_is_not_and_wh
     ]
 
 
+def test_layers_that_wait_are_not_counted_as_preconditioned() -> None:
+    model = nn.ModuleDict({"used": nn.Linear(6, 4), "unused": nn.Linear(6, 14)}).double()
+    optimizer = stated.KFAC(model, factor_every=1, inverse_every=1)
+    first = "0.0% of 126 trained parameters in 0 of 2 layers preconditioned, 100.0% in 2 layers without curvature yet"
+    assert first in str(optimizer.report())
+    train(model["used"], optimizer, [rows()])
+    line = "22.2% of 126 trained parameters in 1 of 2 layers preconditioned, 77.8% in 1 layer without curvature yet; ranks "
+    assert line in " ".join(str(optimizer.report()).split())
+
+
 def gpt(blocks: int) -> nn.Module:
     """Names and shapes that repeat themselves, as in a language model."""
 

@@ -67,6 +67,11 @@ class Decomposition(ABC):
         """Whether a small factor may be inverted as it is: no part of its spectrum is to be cut off."""
         return False
 
+    @property
+    def reads_rank(self) -> bool:
+        """Whether a group's `rank` means anything to it."""
+        return True
+
     def most(self, rank: int | str) -> int | None:
         """The most eigenpairs it keeps under a group's rank; None: it knows no bound."""
         return rank if isinstance(rank, int) else None
@@ -79,6 +84,11 @@ class Decomposition(ABC):
 @dataclass(frozen=True)
 class Exact(Decomposition):
     """The full eigendecomposition: K-FAC proper, cubic in the layer's width. `rank` has no meaning here."""
+
+    @property
+    def reads_rank(self) -> bool:
+        """It keeps everything."""
+        return False
 
     def keeps_all(self, request: Request) -> bool:
         """It does."""
@@ -135,6 +145,11 @@ class _Sketched(Decomposition):
         """An automatic rank is exact where that is cheapest; without a tail it leaves nothing in the place of what it cuts."""
         rank = request.rank if self.rank is None else self.rank
         return not isinstance(rank, int) and request.tail == "trace"
+
+    @property
+    def reads_rank(self) -> bool:
+        """Unless it has one of its own."""
+        return self.rank is None
 
     def most(self, rank: int | str) -> int | None:
         """Its own rank or the group's, and `max_rank` where that is automatic."""
@@ -250,6 +265,11 @@ class Auto(Decomposition):
     def keeps_all(self, request: Request) -> bool:
         """As `large` does."""
         return self.large.keeps_all(request)
+
+    @property
+    def reads_rank(self) -> bool:
+        """As `large` does."""
+        return self.large.reads_rank
 
     def most(self, rank: int | str) -> int | None:
         """What `large` keeps."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 from typing import NamedTuple
 
+from rkfac.curvature.block.settings import YOUNG
 from rkfac.optim.report import LayerReport, Report
 from rkfac.optim.report_text import by_reason, counted, listed, wrapped
 
@@ -22,6 +23,13 @@ LOW = (
 DOMINATES = 0.25  # of all seconds
 SETTLED = 4  # periods after which the many statistics and refreshes of the start no longer count much
 WIDER = 10.0  # times the rows that an average remembers
+THEN = "; curvature is then collected by itself"
+MEANING = {  # of a clip that always acts
+    "update_clip": "update_clip= acts before the learning rate: while it does, it sets the length of what lr= multiplies, "
+    "whatever the gradient's is, and steps are as long as lr= says. Raise it if the gradient should have a say.",
+    "kl_clip": "kl_clip= bounds the whole step, learning rate included: while it acts, it sets the length, and lr= hardly "
+    "does. Lower lr= until it acts now and then only, or raise it if the training is stable.",
+}
 
 
 class Remark(NamedTuple):
@@ -78,10 +86,28 @@ def _waiting(report: Report) -> Iterator[Remark]:
     for reason, layers in by_reason(waiting):
         yield Remark(
             "layers without curvature",
-            f"After {counted(report.steps, 'step')} {_listed(layers)} ({_share(layers, report)} of the trained parameters) still "
-            f"takes plain steps: {reason}. Use the layers in the forward pass, hand the very model that is trained to the "
-            "optimizer, or exclude them.",
+            f"After {counted(report.steps, 'step')} {_listed(layers)} ({_share(layers, report)} of the trained parameters) "
+            f"{_do(layers, 'has', 'have')} no curvature: {reason}. Until then it takes plain steps where gradients come, and "
+            "none where none come. Use the layers in the forward pass, hand the very model that is trained to the optimizer, "
+            "or exclude them.",
             _names(layers),
+        )
+
+
+def _replaced(report: Report) -> Iterator[Remark]:
+    for reason, layers in by_reason(layer for layer in report if layer.replaced):
+        yield Remark("replaced layers", f"{_listed(layers)}: {reason}.", _names(layers))
+
+
+def _outside(report: Report) -> Iterator[Remark]:
+    """Another optimizer may train them, or nobody."""
+    if report.outside:
+        yield Remark(
+            "parameters outside",
+            f"{sum(report.outside.values()):,} parameters of the model require gradients, and no group of this optimizer holds "
+            f"them, so that it never moves them: {listed(report.outside)}. Unless something else trains them, call "
+            "add_param_group(), or build the optimizer with all parameters.",
+            tuple(report.outside),
         )
 
 
@@ -90,24 +116,29 @@ def _left_out(report: Report) -> Iterator[Remark]:
     if not left or sum(layer.trained for layer in left) < LEFT_OUT * report.trained:
         return
     reasons = [f"{_listed(layers)} ({_share(layers, report)}): {reason}" for reason, layers in by_reason(left)]
+    still = [layer for layer in left if layer.settings.get("fallback_scale") == 0]
+    fate = f"With fallback_scale=0 {_listed(still)} {_do(still, 'does', 'do')} not move" if still else ""
     yield Remark(
         "layers left out",
-        f"{_share(left, report)} of the trained parameters are not preconditioned and train by {report.fallback!r}: "
-        f"{'; '.join(reasons[:3])}{f'; and {len(reasons) - 3} other reasons' if len(reasons) > 3 else ''}. They learn as fast "
-        "as that rule does: cover what can be covered (include=, exclude=, max_factor_dim=, rkfac.register for layers of your "
-        "own), or tune fallback_scale=.",
+        f"{_share(left, report)} of the trained parameters are not preconditioned and "
+        f"{'are left to' if still else 'train by'} {report.fallback!r}: "
+        f"{'; '.join(reasons[:3])}{f'; and {len(reasons) - 3} other reasons' if len(reasons) > 3 else ''}. "
+        f"{fate or 'They learn as fast as that rule does'}: cover what can be covered (include=, exclude=, max_factor_dim=, "
+        f"rkfac.register for layers of your own), or {'raise' if still else 'tune'} fallback_scale=.",
         _names(left),
     )
 
 
 def _frozen(report: Report) -> Iterator[Remark]:
-    frozen = [layer for layer in report if layer.parameters and not layer.trained]
+    frozen = [layer for layer in report if layer.frozen and not layer.trained]
     if frozen:
-        count = sum(layer.parameters for layer in frozen)
+        count = sum(layer.frozen for layer in frozen)
+        outside = [layer for layer in frozen if layer.outside]
+        join = f" For {_listed(outside)}, which no group holds, call add_param_group() too, or build a new optimizer."
         yield Remark(
             "frozen layers",
             f"{_listed(frozen)} ({count:,} parameters) {_do(frozen, 'is', 'are')} frozen: nothing is collected there and nothing "
-            "moves. If that should train, set requires_grad_(True); curvature is then collected by itself.",
+            f"moves. If that should train, set requires_grad_(True){'' if outside else THEN}.{join if outside else ''}",
             _names(frozen),
         )
 
@@ -117,11 +148,13 @@ def _clipped(report: Report) -> Iterator[Remark]:
     if seen:
         share = sum(layer.clipped for layer in seen) / sum(layer.steps for layer in seen)
         last = [layer.clip for layer in seen if layer.clip is not None]
+        since = "" if report.taken == report.steps else " that this object took"
+        clips = {name for layer in seen for name in MEANING if layer.settings.get(name) is not None}
         yield Remark(
             "clip always active",
-            f"The clip has shortened {share:.0%} of the steps of {_listed(seen)}, the last ones to {median(last):.2g} of their "
-            "length. It sets the length of these steps, and the learning rate hardly does: lower lr= until the clip acts now "
-            "and then only, or raise update_clip= or kl_clip= if the training is stable.",
+            f"The clip has shortened {share:.0%} of the steps{since} of {_listed(seen)}, the last ones to {median(last):.2g} of "
+            f"their length{', by one clip or both' * (len(clips) > 1)}. "
+            f"{' '.join(MEANING[name] for name in MEANING if name in clips)}",
             _names(seen),
         )
 
@@ -134,7 +167,10 @@ def _short_rank(report: Report) -> Iterator[Remark]:
     worst, layer = max(cut, key=lambda entry: entry[0])
     inside = layer.cut_input == worst
     rank, captured = (layer.rank_input, layer.captured_input) if inside else (layer.rank_output, layer.captured_output)
-    if report.settings.get("rank") == "auto":
+    own = layer.settings.get("rank")
+    if own is None:
+        remedy = f"raise the rank of its decomposition above {rank}"
+    elif own == "auto":
         remedy = f"give a number larger than {rank} for rank= (it is 'auto', which looks at the cost as well)"
     else:
         remedy = f"raise rank= above {rank}, or say rank='auto'"
@@ -165,20 +201,14 @@ def _overdamped(report: Report) -> Iterator[Remark]:
 
 def _seconds(report: Report) -> Iterator[Remark]:
     """A phase that takes much of all the time that has passed, whatever else was done in it."""
-    period = report.settings.get("inverse_every", 1)
+    period = max((layer.settings.get("inverse_every", 1) for layer in report if layer.covered), default=1)
     taken = max((layer.steps for layer in report), default=0)
     if report.seconds <= 0 or taken < SETTLED * period:
         return
-    every = report.settings.get("factor_every", "its value")
-    rows = f", or lower rows= ({report.settings['rows'] or 'all'} now)" if "rows" in report.settings else ""
-    remedies = {
-        "statistics": f"raise factor_every= ({every} now){rows}",
-        "refresh": f"raise inverse_every= ({period} now), or lower rank=",
-        "apply": "take larger batches, of which it is a smaller part, lower rank=, or exclude= the widest layers",
-    }
     for phase, spent in report.spent().items():
         if spent > DOMINATES * report.seconds:
             dearest = sorted(report, key=lambda layer: -layer.seconds.get(phase, 0.0))[:2]
+            remedies = _cheaper(dearest[0], report.settings.get("rows"))
             yield Remark(
                 f"{phase} dominates",
                 f"The phase {phase!r} took {spent / report.seconds:.0%} of the {report.seconds:.1f} s in which "
@@ -188,12 +218,30 @@ def _seconds(report: Report) -> Iterator[Remark]:
             )
 
 
+def _cheaper(layer: LayerReport, rows: int | None) -> dict[str, str]:
+    """What makes a phase cheaper, by the settings of the layer that spends most in it."""
+
+    def longer(*names: str) -> str:
+        name = next((name for name in names if name in layer.settings), "inverse_every")
+        if layer.interval is not None:
+            return "raise stale="
+        return f"raise {name}= ({layer.settings.get(name, 'its value')} now)"
+
+    ranked = "rank" in layer.settings
+    return {
+        "statistics": f"{longer('factor_every', 'inverse_every')}, or lower rows= ({rows or 'all'} now)",
+        "refresh": longer("inverse_every") + (", or lower rank=" if ranked else ""),
+        "apply": "take larger batches, of which it is a smaller part"
+        f"{', lower rank=' if ranked else ''}, or exclude= the widest layers",
+    }
+
+
 def _few_rows(report: Report) -> Iterator[Remark]:
     """Averages that remember far fewer rows than they are wide."""
-    most, decay = report.settings.get("rows"), report.settings.get("factor_decay", 0.0)
-    memory = 1 / (1 - decay) if decay < 1 else float("inf")
-    found = []
+    most, found = report.settings.get("rows"), []
     for layer in (layer for layer in report if layer.covered and layer.updates and layer.rows):
+        decay = layer.settings.get("factor_decay", 0.0)
+        memory = 1 / (1 - decay) if decay < 1 else float("inf")
         rows = min(layer.rows, most or layer.rows) * min(layer.updates, memory)
         sides = ((layer.input_dim, layer.kept_input), (layer.output_dim, layer.kept_output))
         width = max((d for d, kept in sides if d is not None and kept in ("dense", "online", "columns")), default=0)
@@ -216,22 +264,30 @@ def _young(report: Report) -> Iterator[Remark]:
     if not report.steps:
         yield Remark("no step yet", "No step was taken yet: there is nothing to judge but what is covered.")
         return
-    settings = report.settings
-    periods = {
-        name: settings[name] for name in ("factor_every", "inverse_every") if settings.get(name, 0) > report.steps
+    # An eager start collects and refreshes often enough in the first steps; only then a period that is too long matters.
+    eager = report.settings.get("eager_start", False)
+    names = ("factor_every",) * (not eager or report.steps > YOUNG) + ("inverse_every",) * (not eager)
+    longer = {
+        (name, layer.settings[name]): None
+        for name in names
+        for layer in report
+        if layer.covered and layer.interval is None and layer.settings.get(name, 0) > report.steps
     }
-    if periods:
-        said = " and ".join(f"{name}={value}" for name, value in periods.items())
+    if longer:
+        said = " and ".join(f"{name}={value}" for name, value in longer)
         yield Remark(
             "periods longer than the run",
             f"Only {counted(report.steps, 'step')} {'was' if report.steps == 1 else 'were'} taken, fewer than {said}: the "
-            "curvature in use is that of the first steps. If the whole training is as short as this, lower them.",
+            f"curvature in use is that of the first {f'{YOUNG} ' * eager}steps. If the whole training is as short as this, "
+            "lower them.",
         )
 
 
 RULES: Sequence[Callable[[Report], Iterator[Remark]]] = (
     _refused,
     _failures,
+    _replaced,
+    _outside,
     _waiting,
     _left_out,
     _clipped,

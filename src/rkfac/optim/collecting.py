@@ -14,6 +14,7 @@ from torch import Tensor
 from rkfac.curvature.block import Block
 from rkfac.curvature.capture import Capture
 from rkfac.optim.gate import Gate
+from rkfac.optim.report import REPLACED
 from rkfac.optim.report_text import listed
 
 GroupOf = Callable[[Block], dict[str, Any]]
@@ -21,12 +22,13 @@ PATIENCE = 50  # steps at most until a layer that never was seen is named
 CALLER = 5  # frames from here to the line that called optimizer.step()
 
 
-def retire(blocks: Collection[Block], capture: Capture, owners: Counter[int] | None) -> None:
+def retire(blocks: Collection[Block], capture: Capture, owners_now: Callable[[], Counter[int]], look: bool) -> None:
     """Leave layers alone whose statistics cannot describe their weight any more.
 
-    `owners` counts the modules of each parameter, on steps that collect statistics: looking through a whole model is not
-    worth it more often.
+    `owners_now` counts the modules of each parameter. `look`: on steps that collect statistics, for looking through a whole
+    model is not worth it more often, unless something is known to have changed.
     """
+    owners = owners_now() if look else None
     for block in blocks:
         foreign = capture.foreign(block)
         tied = "its weight was tied to another module's after the optimizer was built"
@@ -36,8 +38,10 @@ def retire(blocks: Collection[Block], capture: Capture, owners: Counter[int] | N
             block.retired, block.follower = why, None
             block.discard()
             if not foreign:  # that was said when it was found
-                text = f"layer {block.name!r} trains by the fallback rule from now on: {why}"
-                warnings.warn(text, stacklevel=CALLER)
+                owners = owners_now() if owners is None else owners
+                what = "trains by the fallback rule" if owners[id(block.weight)] else "is not preconditioned"
+                why = why if owners[id(block.weight)] else REPLACED
+                warnings.warn(f"layer {block.name!r} {what} from now on: {why}", stacklevel=CALLER)
 
 
 def notice_unseen(blocks: Collection[Block], seen: Callable[[Block], bool], group_of: GroupOf) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -31,7 +31,7 @@ MakeBlock = Callable[[Sequence[Use], Adapter], Block | Uncovered]
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Parameters of one module that train by the fallback rule, and why."""
+    """Parameters of one module without a block, and why: they train by the fallback rule if a group holds them."""
 
     kind: str
     parameters: tuple[nn.Parameter, ...]
@@ -225,11 +225,15 @@ def _matches(name: str, module: nn.Module, patterns: tuple[str, ...]) -> bool:
     return any(fnmatchcase(name, p) or fnmatchcase(compat.kind_of(module).__name__, p) for p in patterns)
 
 
-def warn_of_little(blocks: dict[str, Block], reasons: Mapping[str, LeftOut]) -> None:
-    """One warning when less than half of the trained parameters are preconditioned."""
-    covered = sum(p.numel() for b in blocks.values() if b.weight.requires_grad for p in b.parameters)
-    left = [(_trained(entry.parameters), name, entry.reason) for name, entry in reasons.items()]
-    left += [(_trained(b.owned), b.name, "its weight is frozen") for b in blocks.values() if not b.weight.requires_grad]
+def warn_of_little(blocks: dict[str, Block], reasons: Mapping[str, LeftOut], held: Collection[int]) -> None:
+    """One warning when less than half of the trained parameters, which groups hold, are preconditioned."""
+
+    def trained(own: Iterable[nn.Parameter]) -> int:
+        return _trained(p for p in own if id(p) in held)
+
+    covered = sum(trained(b.parameters) for b in blocks.values() if b.weight.requires_grad)
+    left = [(trained(entry.parameters), name, entry.reason) for name, entry in reasons.items()]
+    left += [(trained(b.owned), b.name, "its weight is frozen") for b in blocks.values() if not b.weight.requires_grad]
     left = [entry for entry in left if entry[0]]
     total = covered + sum(count for count, _, _ in left)
     if not total or covered >= total / 2:

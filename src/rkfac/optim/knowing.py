@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
+from rkfac import compat
 from rkfac.curvature.block import Block, Settings
+from rkfac.layers import own_parameters
 from rkfac.operators import Curvature, Operator
 from rkfac.optim.advice import Advice, advice
 from rkfac.optim.arguments import check_group
 from rkfac.optim.coverage import LeftOut
 from rkfac.optim.gate import Gate
-from rkfac.optim.report import Report, Spectra, covered_layer, described, spectra, uncovered_layer
+from rkfac.optim.report import (
+    Members,
+    Report,
+    Spectra,
+    covered_layer,
+    described,
+    numbers_of,
+    spectra,
+    uncovered_layer,
+)
 from rkfac.optim.report_text import listed
 from rkfac.optim.snapshot import curvature_of, require_known
 
@@ -31,6 +42,7 @@ class Knowing(torch.optim.Optimizer):
     _fallback: str
     _group_of: dict[int, dict[str, Any]]
     _step: int
+    _taken: int
     _stepped: float
 
     def _all_parameters(self) -> list[nn.Parameter]:
@@ -44,15 +56,34 @@ class Knowing(torch.optim.Optimizer):
 
         Seconds are the host's on a CPU and the device's own on a GPU, which is waited for here and never in a step.
         """
-        covered = [covered_layer(block, self._group(block)) for block in self._blocks.values()]
-        left = [uncovered_layer(name, left) for name, left in self._reasons.items()]
+        # Of a sharded model whole parameters may stand in the places of the shards for a while: nobody is asked then.
+        named = {} if compat.fully_sharded(self._model) else dict(self._model.named_parameters())
+        members = Members({id(p) for p in self._all_parameters()}, {id(p) for p in named.values()} if named else None)
+        covered = [covered_layer(block, self._group(block), members, self._in_place) for block in self._blocks.values()]
+        left = [
+            uncovered_layer(name, left, members, self._group_of_any(left.parameters))
+            for name, left in self._reasons.items()
+        ]
+        outside = {name: members.counts([p])["outside"] for name, p in named.items() if p.requires_grad}
         refused = tuple(name for name, times in self._gate.counts.items() if times)
-        numbers = ("factor_every", "inverse_every", "factor_decay", "rank", "damping", "lr")
-        first = {name: self.param_groups[0][name] for name in numbers if name in self.param_groups[0]}
         began = [block.began for block in self._blocks.values() if block.began is not None]
         elapsed = max(self._stepped - min(began), 0.0) if began else 0.0
-        settings = {**first, "rows": self._settings.rows, "tail": self._settings.tail}
-        return Report([*covered, *left], self._step, elapsed, self._fallback, settings, refused)
+        names = ("rows", "tail", "eager_start")
+        settings = {**numbers_of(self.param_groups[0]), **{name: getattr(self._settings, name) for name in names}}
+        untouched = {name: count for name, count in outside.items() if count}
+        layers = [*covered, *left]
+        return Report(layers, self._step, elapsed, self._fallback, settings, refused, untouched, self._taken)
+
+    def _group_of_any(self, parameters: Iterable[nn.Parameter]) -> dict[str, Any]:
+        """The group of the first of these that is in one."""
+        return next((self._group_of[id(p)] for p in parameters if id(p) in self._group_of), {})
+
+    def _in_place(self, block: Block) -> list[nn.Parameter]:
+        """What the model holds in the places of a layer whose weight was replaced."""
+        modules = dict(self._model.named_modules())
+        others = {id(p) for other in self._blocks.values() if other is not block for p in other.owned}
+        now = (p for use in block.uses if use.name in modules for p in own_parameters(modules[use.name]).values())
+        return [p for p in now if id(p) not in others]
 
     def advise(self) -> Advice:
         """What the numbers of `report()` mean, in words: one remark for each thing that stands out, none if nothing does."""
@@ -105,11 +136,14 @@ class Knowing(torch.optim.Optimizer):
     def __repr__(self) -> str:
         """What a person wants to know of it."""
         first = {k: v for k, v in self.param_groups[0].items() if k not in ("params", "param_names")}
-        total = sum(p.numel() for p in self._all_parameters() if not isinstance(p, UninitializedParameter))
+        own = self._all_parameters()
+        total = sum(p.numel() for p in own if not isinstance(p, UninitializedParameter))
+        held = {id(p) for p in own}
+        rest = [name for name, left in self._reasons.items() if any(id(p) in held for p in left.parameters)]
         lines = [
             f"{type(self).__name__}(",
-            f"  {described(self._blocks.values())} of {total:,} parameters;",
-            f"  the rest trains by {self._fallback!r}" + (f" ({listed(self._reasons)})" if self._reasons else ""),
+            f"  {described(self._blocks.values(), held)} of {total:,} parameters;",
+            f"  the rest trains by {self._fallback!r}" + (f" ({listed(rest)})" if rest else ""),
             f"  {self._words()}, step {self._step}",
             "  " + ", ".join(f"{k}={v}" for k, v in first.items()),
             ")",

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from rkfac import compat
 from rkfac.curvature.block import Block, Group
 from rkfac.optim.coverage import LeftOut
 from rkfac.optim.report_text import listed, summary, table
+
+OUTSIDE = "not among the optimizer's parameters"
+REPLACED = (
+    "the model does not hold its weight any more: it was replaced or parametrized after the optimizer was built, and nothing "
+    "moves what took its place unless a group holds that; build a new optimizer"
+)
+NUMBERS = (
+    *("factor_every", "inverse_every", "factor_decay", "rank", "damping", "lr"),
+    *("update_clip", "kl_clip", "fallback_scale"),
+)  # of a parameter group
 
 
 @dataclass(frozen=True)
@@ -25,7 +35,10 @@ class LayerReport:
     covered: bool
     reason: str = ""
     parameters: int = 0
-    trained: int = 0  # of these parameters
+    trained: int = 0  # of these parameters: they require gradients, and a group of the optimizer holds them
+    frozen: int = 0  # of these: they require no gradients
+    outside: int = 0  # of these: no group of the optimizer holds them, and it never moves them
+    replaced: bool = False  # the model holds something else in the place of what the optimizer knows
     shared_with: tuple[str, ...] = ()  # other layers that own the same weight, preconditioned with it
     input_dim: int | None = None
     output_dim: int | None = None
@@ -50,14 +63,18 @@ class LayerReport:
     bytes: dict[str, int] = field(default_factory=dict)
     failures: int = 0
     interval: int | None = None  # steps from one look at its curvature to the next, with stale=
+    settings: dict[str, Any] = field(
+        default_factory=dict
+    )  # numbers of its own parameter group that mean something to it
 
 
 class Report(list[LayerReport]):
     """One record a layer; printed, a table and a few lines about all of them.
 
-    `steps` were taken, by the first group's `settings`; `seconds` passed from the first statistic to the end of the last
-    step, whatever else was done in them; `fallback` trains what is not covered; the last updates of `refused` layers were
-    not finite.
+    `steps` were taken, `taken` of them by this object (a state that was loaded brings the others); `seconds` passed from its
+    first statistic to the end of its last step, whatever else was done in them; `settings` are those of all layers and the
+    first group's; `fallback` trains what is not covered; the last updates of `refused` layers were not finite; `outside`
+    are sizes of the model's parameters that require gradients and that no group holds.
     """
 
     def __init__(
@@ -68,10 +85,13 @@ class Report(list[LayerReport]):
         fallback: str = "sgd",
         settings: Mapping[str, Any] | None = None,
         refused: tuple[str, ...] = (),
+        outside: Mapping[str, int] | None = None,
+        taken: int | None = None,
     ) -> None:
         super().__init__(layers)
         self.steps, self.seconds, self.fallback = steps, seconds, fallback
-        self.settings, self.refused = dict(settings or {}), refused
+        self.settings, self.refused, self.outside = dict(settings or {}), refused, dict(outside or {})
+        self.taken = steps if taken is None else taken
 
     def __str__(self) -> str:
         return "\n".join([*table(self), *summary(self)])
@@ -80,12 +100,12 @@ class Report(list[LayerReport]):
 
     @property
     def trained(self) -> int:
-        """Parameters that are trained, covered or not."""
+        """Parameters that the optimizer trains, covered or not."""
         return sum(layer.trained for layer in self)
 
     @property
     def covered_share(self) -> float:
-        """Of the trained parameters; 1 where there are none."""
+        """Of the trained parameters, whether or not they have curvature yet; 1 where there are none."""
         covered = sum(layer.trained for layer in self if layer.covered)
         return covered / self.trained if self.trained else 1.0
 
@@ -104,10 +124,42 @@ class Spectra(NamedTuple):
     output: Tensor
 
 
-def covered_layer(block: Block, group: Group) -> LayerReport:
-    """A layer with a block as it stands: preconditioned, or why not at the moment."""
-    reason, covered = "", True
-    if block.retired:
+class Members(NamedTuple):
+    """Whose a parameter is, by its identity: `held` by a group, `present` in the model (None: nobody asks)."""
+
+    held: Collection[int]
+    present: Collection[int] | None = None
+
+    def has(self, p: nn.Parameter) -> bool:
+        """Whether the model holds it."""
+        return self.present is None or id(p) in self.present
+
+    def counts(self, parameters: Iterable[nn.Parameter]) -> dict[str, Any]:
+        """How many there are, and how many of them are trained, frozen and outside of all groups."""
+        own = [p for p in parameters if not isinstance(p, UninitializedParameter)]
+        held = [p for p in own if id(p) in self.held]
+        return {
+            "parameters": _size(own),
+            "trained": _size(p for p in held if p.requires_grad),
+            "frozen": _size(p for p in own if not p.requires_grad),
+            "outside": _size(p for p in own if id(p) not in self.held),
+        }
+
+
+def _size(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(p.numel() for p in parameters)
+
+
+def covered_layer(
+    block: Block, group: Group, members: Members, in_place: Callable[[Block], Iterable[nn.Parameter]]
+) -> LayerReport:
+    """A layer with a block as it stands: preconditioned, or why not at the moment; `in_place`: what a replaced one has now."""
+    reason, covered, replaced = "", True, not members.has(block.weight)
+    if replaced:
+        reason, covered = REPLACED, False
+    elif id(block.weight) not in members.held:
+        reason, covered = OUTSIDE, False
+    elif block.retired:
         reason, covered = block.retired, False
     elif not block.weight.requires_grad:
         reason, covered = "its weight is frozen (requires_grad=False)", False
@@ -120,14 +172,21 @@ def covered_layer(block: Block, group: Group) -> LayerReport:
             )
     elif not block.ready:
         reason = "no decomposition has succeeded yet: it takes plain steps meanwhile"
-    own = block.owned if not covered else block.parameters
+    own = in_place(block) if replaced else block.parameters if covered else block.owned
+    facts = block.facts(group)
+    settings = numbers_of(group)
+    if not block.settings.decomposition.reads_rank and "online" not in (
+        facts.get("kept_input"),
+        facts.get("kept_output"),
+    ):
+        settings.pop("rank", None)
     return LayerReport(
         name=block.name,
         kind=compat.kind_of(block.module).__name__,
         covered=covered,
         reason=reason,
-        parameters=sum(p.numel() for p in own),
-        trained=sum(p.numel() for p in own if p.requires_grad),
+        **members.counts(own),
+        replaced=replaced,
         shared_with=tuple(use.name for use in block.uses[1:]),
         updates=block.updates,
         rows=block.rows,
@@ -138,15 +197,27 @@ def covered_layer(block: Block, group: Group) -> LayerReport:
         bytes=block.nbytes,
         failures=block.failures,
         interval=None if block.pace is None else block.pace.interval,
-        **block.facts(group),
+        settings=settings,
+        **facts,
     )
 
 
-def uncovered_layer(name: str, left: LeftOut) -> LayerReport:
-    """A layer, or a parameter of one, that trains by the fallback rule, and why."""
-    own = [p for p in left.parameters if not isinstance(p, UninitializedParameter)]
-    total, trained = sum(p.numel() for p in own), sum(p.numel() for p in own if p.requires_grad)
-    return LayerReport(name, left.kind, covered=False, reason=left.reason, parameters=total, trained=trained)
+def numbers_of(group: Group) -> dict[str, Any]:
+    """What a remark may look at."""
+    return {name: group[name] for name in NUMBERS if name in group}
+
+
+def uncovered_layer(name: str, left: LeftOut, members: Members, group: Group) -> LayerReport:
+    """A layer, or a parameter of one, without a block, and why: it trains by the fallback rule if a group holds it."""
+    own = [p for p in left.parameters if members.has(p)]
+    replaced = bool(left.parameters) and not own
+    counts = members.counts(own)
+    reason = REPLACED if replaced else left.reason
+    if counts["outside"] and counts["outside"] == counts["parameters"] and OUTSIDE not in reason:
+        reason = f"{OUTSIDE}; {reason}"
+    return LayerReport(
+        name, left.kind, covered=False, reason=reason, replaced=replaced, settings=numbers_of(group), **counts
+    )
 
 
 def spectra(blocks: Mapping[str, Block], name: str) -> Spectra:
@@ -157,9 +228,9 @@ def spectra(blocks: Mapping[str, Block], name: str) -> Spectra:
     return Spectra(*two_sided[name].spectra())
 
 
-def described(blocks: Iterable[Block]) -> str:
-    """How many layers of which kind, and how many parameters they hold."""
+def described(blocks: Iterable[Block], held: Collection[int]) -> str:
+    """How many layers of which kind, and how many parameters of the optimizer's they hold."""
     blocks = list(blocks)
     counts = Counter(block.kind for block in blocks)
     kinds = " and ".join(f"{count} {kind} layers" for kind, count in counts.items()) or "no layers"
-    return f"{kinds} hold {sum(p.numel() for block in blocks for p in block.parameters):,}"
+    return f"{kinds} hold {_size(p for block in blocks for p in block.parameters if id(p) in held):,}"

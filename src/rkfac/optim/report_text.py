@@ -29,23 +29,31 @@ def table(report: Report) -> list[str]:
 
 
 def summary(report: Report) -> list[str]:
-    """What holds for all layers: how much is covered, what it costs, and what trains by the fallback rule and why."""
-    covered = [layer for layer in report if layer.covered]
+    """What holds for all layers: how much is preconditioned, what it costs, and what is not and why."""
+    covered = [layer for layer in report if layer.covered and not layer.reason]
+    waiting = [layer for layer in report if layer.covered and layer.reason]
     bytes_kept = sum(sum(layer.bytes.values()) for layer in report)
     ranks = [rank for layer in covered for rank in (layer.rank_input, layer.rank_output) if rank is not None]
     of_ranks = f"; ranks {min(ranks)} to {max(ranks)}" if ranks else ""
+    yet = f", {_part(waiting, report)} in {counted(len(waiting), 'layer')} without curvature yet" if waiting else ""
     lines = [
-        f"{report.covered_share:.1%} of {report.trained:,} trained parameters in {len(covered)} of "
-        f"{counted(len(report), 'layer')} preconditioned{of_ranks}; {megabytes(bytes_kept)} MB",
+        f"{_part(covered, report)} of {report.trained:,} trained parameters in {len(covered)} of "
+        f"{counted(len(report), 'layer')} preconditioned{yet}{of_ranks}; {megabytes(bytes_kept)} MB",
         _seconds(report),
     ]
-    left = by_reason(layer for layer in report if layer.reason)
+    left = by_reason(layer for layer in report if layer.reason and _state(layer) != "outside")
     for reason, layers in left[:REASONS]:
         state = _state(layers[0])
-        how = f"by {report.fallback!r}" if state == "fallback" else state
+        still = all(layer.settings.get("fallback_scale") == 0 for layer in layers)
+        how = state if state != "fallback" else "at rest (fallback_scale=0)" if still else f"by {report.fallback!r}"
         lines.append(f"{how}: {listed((layer.name for layer in layers), 3)} ({_parameters(layers)}): {reason}")
     if len(left) > REASONS:
         lines.append(f"and {len(left) - REASONS} other reasons, in the records")
+    if report.outside:
+        names, count = listed(report.outside, 3), sum(report.outside.values())
+        lines.append(
+            f"outside: {names} ({count:,} parameters): no group of the optimizer holds them, it never moves them"
+        )
     return [wrapped(line) for line in lines]
 
 
@@ -56,9 +64,15 @@ def wrapped(text: str) -> str:
 
 def _seconds(report: Report) -> str:
     parts = [f"{phase} {spent:.2f}{share(spent, report.seconds)}" for phase, spent in report.spent().items()]
-    return f"{counted(report.steps, 'step')} in {report.seconds:.2f} s" + (
+    own = f" in all, {report.taken:,} by this object" if report.taken != report.steps else ""
+    return f"{counted(report.steps, 'step')}{own} in {report.seconds:.2f} s" + (
         f", of them {', '.join(parts)}" * bool(parts)
     )
+
+
+def _part(layers: Iterable[LayerReport], report: Report) -> str:
+    """Of all trained parameters."""
+    return f"{sum(layer.trained for layer in layers) / max(report.trained, 1):.1%}"
 
 
 def share(part: float, whole: float) -> str:
@@ -111,8 +125,10 @@ def _cells(layers: Sequence[LayerReport]) -> dict[str, str]:
 
 
 def _state(layer: LayerReport) -> str:
+    if layer.trained == 0 and layer.replaced:
+        return "replaced"
     if layer.trained == 0 and layer.parameters:
-        return "frozen"
+        return "outside" if layer.outside and not layer.frozen else "frozen"
     if not layer.covered:
         return "fallback"
     return "waiting" if layer.reason else f"failed {layer.failures}" if layer.failures else ""
@@ -152,7 +168,7 @@ def _shortened(name: str, width: int) -> str:
 
 
 def _parameters(layers: Iterable[LayerReport]) -> str:
-    return f"{sum(layer.parameters for layer in layers):,} parameters"
+    return f"{sum(layer.trained or layer.parameters for layer in layers):,} parameters"
 
 
 def counted(count: int, what: str) -> str:

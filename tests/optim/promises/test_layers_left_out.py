@@ -47,7 +47,7 @@ def test_a_weight_changed_after_construction_retires_its_layer(change: str, warm
     optimizer = stated.KFAC(model, **EVERY)
     if warm:
         step(model, optimizer, rows())
-    work, word = CHANGES[change]
+    (work, word), weight = CHANGES[change], model[0].weight
     work(model)
 
     def once() -> None:
@@ -57,7 +57,14 @@ def test_a_weight_changed_after_construction_retires_its_layer(change: str, warm
         F.cross_entropy(h, y).backward()
         optimizer.step()
 
-    with pytest.warns(UserWarning, match="layer '0' trains by the fallback rule from now on"):
+    held = any(weight is p for p in model.parameters())
+    what = (
+        "trains by the fallback rule"
+        if held
+        else "is not preconditioned from now on: the model does not hold its weight"
+    )
+    assert held == (change not in ("replaced", "weight_norm"))
+    with pytest.warns(UserWarning, match=f"layer '0' {what}"):
         once()
     assert word in reasons(optimizer)["0"]
     assert set(reasons(optimizer)) == {"0"} or change == "tied"
@@ -82,6 +89,7 @@ def test_a_tied_weight_moves_once_by_its_fallback_step() -> None:
     with pytest.warns(UserWarning, match="fallback"):
         step(model, optimizer, rows())
     torch.testing.assert_close(model.one.weight.detach(), start - 0.1 * model.one.weight.grad)
+    assert optimizer.report().trained == sum(p.numel() for p in model.parameters())  # none of them twice
 
 
 class TiedByHand(nn.Module):
