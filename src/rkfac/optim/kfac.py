@@ -62,7 +62,7 @@ class KFAC(CurvatureOptimizer):
       model             the nn.Module to train, plain or compiled; or its parameters, as torch's optimizers take them: the
                         model is found by them
       lr*               learning rate [alpha]; 0.1, or 1e-3 under graft="adamw", if not given
-      params            torch-style parameter groups; all parameters of the model by default
+      params            torch-style parameter groups; all parameters of the model by default. Without a model: they find it
       graft             length of each layer's step: "sgd" (what torch's SGD with these numbers would have: momentum before
                         the preconditioner, decay as in SGD), "adamw" (AdamW's, with its moments kept and its decay), None
                         (the preconditioner's own, as in the paper: momentum of the directions, decay apart from both)
@@ -103,8 +103,9 @@ class KFAC(CurvatureOptimizer):
       rows              most rows that a call of a layer adds to a factor, drawn at random without replacement and weighted
                         so that the average is unbiased; None: all (paper). Convolutions unfold no more than these
       loss_average      what the loss averages over: "batch", "tokens" (every position, also of convolutions) or "sum"
-                        (nothing). Convolutions and batch norms know their batch; for Linear layers, embeddings and layer
-                        norms every row is a sample ("expand"), whatever the order of dimensions
+                        (nothing). Calls of a layer on the same tokens count once. Convolutions and batch norms know their
+                        batch; for Linear layers, embeddings and layer norms every row is a sample ("expand"), whatever the
+                        order of dimensions
       fallback          rule for parameters no block covers: "sgd" or "adamw", at lr * fallback_scale*; that of the graft
       include, exclude  patterns of module names or classes to precondition, e.g. exclude=("*Norm*", "head")
       max_factor_dim    layers whose factor would be wider are left to the fallback rule
