@@ -24,7 +24,7 @@ from torch import nn
 
 def train(steps=1000, **keywords):
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
-    optimizer = rkfac.RSKFAC(model, lr=0.01, **keywords)
+    optimizer = rkfac.RSKFAC(model, lr=0.01, eager_start=False, **keywords)
     for _ in range(steps):
         try:
             x, y = torch.randn(8, 6), torch.randint(0, 3, (8,))

@@ -418,6 +418,13 @@ def test_an_eager_start_makes_up_for_long_periods() -> None:
     assert "fewer than factor_every=100: the curvature in use is that of the first 50 steps" in remark.text
 
 
+def test_layers_with_intervals_of_their_own_have_no_periods() -> None:
+    model = mlp()
+    optimizer = stated.KFAC(model, stale=0.1)
+    train(model, optimizer, [rows(32) for _ in range(2)])
+    assert optimizer.advise() == []
+
+
 # --- seconds: made by hand, for a clock cannot be made to say what is wanted
 
 
