@@ -23,8 +23,12 @@ $(READY): $(LAB) requirements/oracles.txt  # what developers need, on top of tha
 demo: $(LAB)  ## rs-kfac in the place of SGD and AdamW on the embedded workloads: tables, sentences, curves, pages
 	$(BIN)/rkfac demo
 
+# Shapes in signatures are checked while these run; in all other tests that would only cost time.
+SHAPED := tests/linalg tests/layers tests/curvature tests/operators tests/optim/test_trajectory.py tests/optim/test_ekfac_trajectory.py
+
 test: $(READY)  ## the whole test suite
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 $(SHAPED)
+	RKFAC_SHAPES=0 $(BIN)/python -m pytest -n 2 $(addprefix --ignore ,$(SHAPED))
 
 check: lint types contracts docs test wheel  ## everything CI asks for
 

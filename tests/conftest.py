@@ -9,8 +9,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from jaxtyping import install_import_hook
 
-# Before anything imports rkfac: every annotated shape below becomes a run-time check.
-install_import_hook(["rkfac.linalg", "rkfac.layers"], "beartype.beartype")
+# Before anything imports rkfac: every annotated shape below becomes a run-time check. That doubles the time of tests that take
+# many small steps, so that `make test` checks shapes in the mathematical rooms and whole trajectories alone (RKFAC_SHAPES=0).
+if os.environ.get("RKFAC_SHAPES") != "0":
+    install_import_hook(["rkfac.linalg", "rkfac.layers"], "beartype.beartype")
 
 import pytest
 import torch
