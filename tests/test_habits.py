@@ -68,7 +68,7 @@ def test_the_version_is_the_same_everywhere() -> None:
 
 
 def test_what_decides_about_a_change_runs_every_check() -> None:
-    made = re.findall(r"^make (.+)$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    made = re.findall(r"^make ([a-z ]+)", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
     (check,) = re.findall(r"^check: ([a-z ]+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert {word for line in made for word in line.split()} == set(check.split())
 

@@ -26,7 +26,7 @@ def run(app: typer.Typer) -> None:
 
 def _command(app: typer.Typer, together: ranks.Ranks) -> None:
     try:
-        sys.exit(app(usage.hoisted(sys.argv[1:]), prog_name="rkfac", standalone_mode=False))
+        sys.exit(app(usage.hoisted(sys.argv[1:]), prog_name="rkfac", standalone_mode=False) or 0)
     except LabError as error:
         raise _ended(error, together) from None
     except usage.UsageError as error:
