@@ -11,6 +11,7 @@ import typer
 
 from rkfac_lab import ending, ranks, speech, usage
 from rkfac_lab.cli_bench import bench
+from rkfac_lab.cli_compare import compare
 from rkfac_lab.cli_data import data
 from rkfac_lab.errors import LabError
 from rkfac_lab.options import names
@@ -134,61 +135,7 @@ def summary(
     speech.result(summing.numbers(found))
 
 
-@app.command()
-def compare(
-    workload: Annotated[
-        str, typer.Argument(help="The problem: `rkfac --help` lists them; or module:NAME.")
-    ] = "digits-mlp",
-    optimizers: Annotated[
-        str,
-        typer.Option(
-            help="Names, shipped configurations (paper-rs-kfac) or TOML files, comma-separated; else the workload's: the "
-            "K-FACs, sgd and adamw, or on cifar10-vgg16bn the paper's four rows."
-        ),
-    ] = "",
-    seeds: Annotated[int, typer.Option(help="Runs of each optimizer.")] = 3,
-    epochs: Annotated[int | None, typer.Option(help="Epochs of each run.")] = None,
-    time_budget: Annotated[float | None, typer.Option(help="Seconds of training of each run.")] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Setting of all runs, or of one: rs-kfac.rank=50."),
-    ] = None,
-    data_dir: Annotated[str | None, typer.Option(help="Folder of the data.")] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder of the comparison; a dated one in runs/ if not given.")
-    ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the comparison in --out, or the latest.")] = False,
-    reference: Annotated[
-        str | None, typer.Option(help="Row the others are divided by; the best baseline else.")
-    ] = None,
-    tuned: Annotated[Path | None, typer.Option(help="A tuning.json whose choices the optimizers take.")] = None,
-    tune: Annotated[bool, typer.Option("--tune", help="First choose each learning rate from one short grid.")] = False,
-    grid: Annotated[str, typer.Option(help="Learning rates to try, comma-separated.")] = "",
-    tune_epochs: Annotated[
-        int | None, typer.Option(help="Epochs of each trial; a third of a run's if not given.")
-    ] = None,
-) -> None:
-    """Several optimizers on one workload: table, curves and a page."""
-    from rkfac_lab import compare as comparing
-    from rkfac_lab import tuning
-    from rkfac_lab.comparison import Comparison
-    from rkfac_lab.workloads import find
-
-    common = {"epochs": epochs, "time_budget": time_budget, "data_dir": data_dir}
-    chosen = names(optimizers) if optimizers else find(workload).compared
-    comparison = Comparison(workload, chosen, seeds, tuple(settings or ()), common)
-    search = tuning.in_passing(comparison, tuning.rates(grid), tune_epochs) if tune or grid else None
-    if search and tuned:
-        raise LabError("--tune chooses now what --tuned has chosen before; leave one of the two away.")
-    arguments = tuning.read(tuned, comparison) if tuned else None
-    if search and not ranks.here().alone:
-        raise LabError("--tune is for one process; tune with `rkfac tune` before, and take its choices with --tuned.")
-    folder = ranks.here().from_first(lambda: comparing.choose_folder(out, workload, resume))
-    results = comparing.run(comparison, folder, search=search, arguments=arguments, tuned=tuned, reference=reference)
-    if results.runs:
-        speech.result({"folder": str(folder), **comparing.numbers(results, reference)})
-    if results.interrupted:
-        raise typer.Exit(130)
+app.command()(compare)
 
 
 @app.command()

@@ -21,6 +21,7 @@ from rkfac_lab import (
     optimizers,
     origin,
     places,
+    plans,
     plots,
     promise_text,
     ranks,
@@ -39,6 +40,7 @@ from rkfac_lab.data import Sources
 from rkfac_lab.errors import AbandonedError, LabError, unknown
 from rkfac_lab.jobs import Display, Results, follow, run_all
 from rkfac_lab.lock import locked
+from rkfac_lab.plans import Plan
 from rkfac_lab.promise import promises
 from rkfac_lab.record import CONFIG
 from rkfac_lab.workloads import find
@@ -46,12 +48,29 @@ from rkfac_lab.workloads import find
 WRITTEN = ("table.md", "table.csv", "table.json", "curves.png", "curves.svg", "report.html", tuning.FILE, origin.FILE)
 
 
-def choose_folder(out: Path | None, workload: str, resume: bool) -> Path:
+def begin(given: Mapping[str, Any], out: Path | None, resume: bool) -> tuple[Plan, Path]:
+    """What is compared and where: as the options `given` say, and with `resume` whatever they leave open as it was."""
+    folder = choose_folder(out, given.get("workload", None if resume else Plan().workload), resume)
+    before = origin.kept(folder) if resume else None
+    if before and before.plan:
+        return plans.continued(before.plan, given, folder), folder
+    if resume and not given:
+        raise LabError(
+            f"{folder} does not say what was compared there; give the workload and the options of its command again."
+        )
+    return Plan(**given), folder
+
+
+def choose_folder(out: Path | None, workload: str | None, resume: bool) -> Path:
     """Where the comparison goes: `out`, or a new dated folder in runs/ (with `resume`: the latest one)."""
     if out is None:
-        return places.dated("compare", workload, resume)
-    find(workload)
-    if not resume and any(out.glob(f"*/*/{CONFIG}")):
+        return places.latest("compare") if workload is None else places.dated("compare", workload, resume)
+    if workload is not None:
+        find(workload)
+    begun = any(out.glob(f"*/*/{CONFIG}"))
+    if resume and not begun and not (out / origin.FILE).exists():
+        raise LabError(f"There is nothing to continue in {out}; leave --resume away to begin a comparison there.")
+    if not resume and begun:
         raise LabError(
             f"{out} already holds a comparison; add --resume to continue it, or name another folder with --out."
         )
@@ -82,15 +101,31 @@ def run(
     if twice:
         raise LabError(f"Two contenders are called {twice[0]!r} and would be one row; give one another label.")
     check(comparison, arguments)
-    together = ranks.here()
+    together, plan = ranks.here(), Plan.of(comparison, search, tuned, reference)
     with contextlib.ExitStack() as held:
         together.by_first(lambda: held.enter_context(locked(folder)))
+        together.by_first(lambda: _require_same(plan, folder))
         together.by_first(lambda: disk.sweep(folder, WRITTEN))
         results = _run(comparison, folder, search, arguments or {}, tuned, reference, console)
     if results.interrupted:
-        again = continued_by or f"--resume --out {folder}"
-        console.print(f"Interrupted; the same command with {again} continues.", soft_wrap=True, markup=False)
+        again = f"the same command with {continued_by}" if continued_by else f"rkfac compare --resume --out {folder}"
+        console.print(f"Interrupted; {again} continues.", soft_wrap=True, markup=False)
     return results
+
+
+def _require_same(plan: Plan, folder: Path) -> None:
+    """Refuse to mix comparisons; where the folder does not say what it holds, by the names of its runs."""
+    before = origin.kept(folder)
+    if before and before.plan:
+        plans.require_same(before.plan, plan, folder)
+        return
+    ours = {job.folder.name for job in plan.comparison().jobs(folder / origin.RUNS)}
+    others = sorted({path.parent.name for path in (folder / origin.RUNS).glob(f"*/{CONFIG}")} - ours)
+    if others:
+        raise LabError(
+            f"{folder} holds runs that this comparison has not ({', '.join(others)}); name all of its optimizers and seeds "
+            "to continue it, or another folder with --out."
+        )
 
 
 def _run(
@@ -102,6 +137,10 @@ def _run(
     reference: str | None,
     console: Console,
 ) -> Results:
+    def keep(sentences: Mapping[str, str]) -> None:
+        origin.keep(origin.of_comparison(comparison, search, tuned, reference, sentences), folder)
+
+    ranks.here().by_first(lambda: None if origin.kept(folder) else keep({}))  # what is cut short from here on can go on
     warm_up(comparison)
     display = Display()
     try:
@@ -113,7 +152,7 @@ def _run(
             trials = tuning.tune(comparison, search, folder, display)
             tuning_text.show(trials, console)
             arguments, sentences = trials.chosen(), tuning_text.sentences(tuning.to_json(trials))
-        origin.keep(origin.of_comparison(comparison, search, tuned, reference, sentences), folder)
+        keep(sentences)
         results = run_all(comparison.jobs(folder / "runs", arguments), display)
     except KeyboardInterrupt:
         results = Results(interrupted=True)

@@ -1,6 +1,7 @@
 """Where runs come from: the command that makes them again, and how each optimizer came by its settings.
 
-A comparison keeps both in its folder (`comparison.json`), so that a page made later can say them.
+A comparison keeps both in its folder (`comparison.json`), so that a page made later can say them, and what it was told,
+so that it can be continued without being told again.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from rkfac_lab import disk
 from rkfac_lab.comparison import Comparison
 from rkfac_lab.config import RunConfig
 from rkfac_lab.errors import LabError
+from rkfac_lab.plans import Plan
 from rkfac_lab.structure import checked
 from rkfac_lab.tuning import Search
 from rkfac_lab.workloads import WORKLOADS
 
 FILE = "comparison.json"
 RUNS = "runs"  # the folder of a comparison's runs, beside the file
-REMEDY = "repair it, or delete it and the page is made without it"
+REMEDY = "repair it, or delete it and do without what it says"
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Origin:
     command: str
     reference: str | None = None
     chosen: dict[str, str] = field(default_factory=dict)
+    plan: Plan | None = None  # None: kept by a version that could not continue it without its options
 
 
 def of_comparison(
@@ -47,7 +50,8 @@ def of_comparison(
     for contender in comparison.contenders:
         config = comparison.config(contender, 0)
         chosen[config.name] = (sentences or {}).get(contender) or how_chosen(configuration.resolve(config))
-    return Origin(_command(comparison, search, tuned, reference), reference, chosen)
+    plan = Plan.of(comparison, search, tuned, reference)
+    return Origin(plan.command(), reference, chosen, plan)
 
 
 def keep(origin: Origin, folder: Path) -> None:
@@ -57,9 +61,12 @@ def keep(origin: Origin, folder: Path) -> None:
 
 def of_run(run: Path) -> Origin | None:
     """What the comparison kept that this run folder belongs to; None if it belongs to none."""
-    if run.parent.name != RUNS:
-        return None
-    path = run.parent.parent / FILE
+    return kept(run.parent.parent) if run.parent.name == RUNS else None
+
+
+def kept(folder: Path) -> Origin | None:
+    """What lies in a comparison's folder; None if there is nothing."""
+    path = folder / FILE
     try:
         values = disk.read_json(path, REMEDY)
     except FileNotFoundError:
@@ -107,20 +114,6 @@ def train_command(config: Mapping[str, Any]) -> str:
     settings |= {key: value for key, value in plain.items() if value != defaults[key] and key != "workload"}
     words = [f"--set={key}={_toml(value)}" for key, value in settings.items() if value is not None]
     return shlex.join(["rkfac", "train", plain["workload"], *words])
-
-
-def _command(comparison: Comparison, search: Search | None, tuned: Path | None, reference: str | None) -> str:
-    words = ["rkfac", "compare", comparison.workload, "--optimizers", ",".join(comparison.contenders)]
-    options: dict[str, Any] = {"seeds": comparison.seeds, **comparison.common}
-    if search is not None:
-        words.append("--tune")
-        options |= {"grid": ",".join(map(repr, search.rates)), "tune_epochs": search.epochs}
-    options |= {"tuned": tuned, "reference": reference}
-    for key, value in options.items():
-        words += [] if value is None else [f"--{key.replace('_', '-')}", str(value)]
-    for text in comparison.settings:
-        words += ["--set", text]
-    return shlex.join(words)
 
 
 def _said(arguments: Mapping[str, Any], key: str) -> str:

@@ -12,6 +12,14 @@ from rkfac_lab.workloads import find
 RUNS = Path("runs")
 
 
+def latest(command: str) -> Path:
+    """The latest dated folder of this command in runs/, whatever its workload."""
+    earlier = sorted(RUNS.glob(f"{command}-*-[0-9]*-[0-9]*"), key=lambda folder: folder.name.split("-")[-2:])
+    if not earlier:
+        raise LabError(f"There is no `rkfac {command}` in {RUNS} to resume; name its folder with --out.")
+    return earlier[-1]
+
+
 def dated(command: str, workload: str, resume: bool) -> Path:
     """A new dated folder of this command in runs/; with `resume` the latest one."""
     find(workload)

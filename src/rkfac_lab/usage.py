@@ -70,8 +70,9 @@ def sentence(error: Any) -> str:
 
 def _example(parameter: Any) -> str:
     """Of what is right, where a parameter has a number by default."""
-    default = getattr(parameter, "default", None)
-    return f" such as {default}" if isinstance(default, int | float) and not isinstance(default, bool) else ""
+    default, shown = getattr(parameter, "default", None), str(getattr(parameter, "show_default", ""))
+    number = isinstance(default, int | float) and not isinstance(default, bool)
+    return f" such as {default if number else shown}" if number or shown.isdecimal() else ""
 
 
 def is_question(error: Any) -> bool:

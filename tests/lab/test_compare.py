@@ -194,6 +194,9 @@ def test_an_interrupted_comparison_continues_without_repeating_finished_runs(tmp
 def test_a_run_of_other_settings_is_not_taken_for_one_of_ours(tmp_path, trained):
     compare.run(Comparison(contenders=("sgd",), seeds=1, common=SHORT), tmp_path, console=quiet())
     other = Comparison(contenders=("sgd",), seeds=1, settings=("sgd.lr=0.7",), common=SHORT)
+    with pytest.raises(LabError, match=r"different: --set sgd\.lr=0\.7, not none"):
+        compare.run(other, tmp_path, console=quiet())
+    (tmp_path / "comparison.json").unlink()  # then the runs speak for themselves
     with pytest.raises(LabError, match=r"optimizer\.arguments\.lr"):
         compare.run(other, tmp_path, console=quiet())
 

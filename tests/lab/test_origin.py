@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -141,3 +142,125 @@ def test_a_comparison_keeps_its_command_and_the_page_has_it(tiny: str, tmp_path:
     [group] = embedded((tmp_path / "c" / "report.html").read_text())["groups"]
     assert group["commands"] == [kept["command"]]
     assert group["table"]["reference"] == "adamw"
+
+
+# --- continuing
+
+
+@pytest.fixture
+def begun(tiny: str, tmp_path: Path, rkfac: Command) -> Path:
+    """A comparison with everything that can be told."""
+    words = ["--optimizers", "sgd,adamw", "--seeds", "1", "--epochs", "1", "--set", "adamw.lr=0.5", "--grid", "0.1,0.2"]
+    assert rkfac("compare", tiny, *words, "--reference", "adamw", "--out", tmp_path / "c")[0] == 0
+    return tmp_path / "c"
+
+
+def everything(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def labels(folder: Path) -> list[str]:
+    return [row["label"] for row in json.loads((folder / "table.json").read_text())["rows"]]
+
+
+def test_a_comparison_goes_on_as_it_was_begun(begun: Path, rkfac: Command) -> None:
+    kept = (begun / origin.FILE).read_text()
+    shutil.rmtree(begun / "runs" / "adamw-seed0")
+    (begun / "table.json").unlink()
+    code, said = rkfac("compare", "--resume", "--out", begun)
+    assert code == 0, said
+    assert (begun / origin.FILE).read_text() == kept
+    assert sorted(path.name for path in (begun / "runs").iterdir()) == ["adamw-seed0", "sgd-seed0"]
+    assert labels(begun) == ["sgd", "adamw"]
+    assert json.loads((begun / "table.json").read_text())["reference"] == "adamw"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["digits-mlp"], "different: workload digits-mlp, not tiny"),
+        (["--optimizers", "sgd"], "different: --optimizers sgd, not sgd,adamw"),
+        (["--optimizers", "sgd,adamw,muon"], "different: --optimizers sgd,adamw,muon, not sgd,adamw"),
+        (["--epochs", "2"], "different: --epochs 2, not 1"),
+        (["--set", "adamw.lr=0.25"], "different: --set adamw.lr=0.25, not adamw.lr=0.5"),
+        (["--grid", "0.1"], "different: --grid 0.1, not 0.1,0.2"),
+        (["--time-budget", "5"], "different: --time-budget 5.0, not none"),
+    ],
+)
+def test_what_would_be_another_comparison_is_refused_and_loses_nothing(
+    words: list[str], said: str, begun: Path, rkfac: Command
+) -> None:
+    before = everything(begun)
+    code, lines = rkfac("compare", *words, "--resume", "--out", begun)
+    assert (code, len(lines)) == (2, 1)
+    assert said in lines[0]
+    assert everything(begun) == before
+
+
+def test_more_seeds_are_added_and_fewer_take_none_away(begun: Path, rkfac: Command) -> None:
+    assert rkfac("compare", "--resume", "--seeds", 2, "--optimizers", "adamw,sgd", "--out", begun)[0] == 0
+    assert len(list((begun / "runs").iterdir())) == 4
+    before = everything(begun)
+    code, said = rkfac("compare", "--resume", "--seeds", 1, "--out", begun)
+    assert (code, everything(begun)) == (2, before)
+    assert "different: --seeds 1, not 2" in said[0]
+
+
+def test_the_latest_comparison_goes_on_whatever_its_workload(
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rkfac: Command
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, said = rkfac("compare", "--resume")
+    assert (code, len(said)) == (2, 1)
+    for name in ("compare-zeta-20200101-000000", f"compare-{tiny}-20210101-000000"):
+        assert (
+            rkfac("compare", tiny, "--optimizers", "sgd", "--seeds", 1, "--epochs", 1, "--out", f"runs/{name}")[0] == 0
+        )
+        shutil.rmtree(f"runs/{name}/runs")
+    assert rkfac("compare", "--resume")[0] == 0
+    assert [path.parent.name for path in Path("runs").glob("*/runs")] == [f"compare-{tiny}-20210101-000000"]
+
+
+def test_where_nothing_was_begun_there_is_nothing_to_continue(tmp_path: Path, rkfac: Command) -> None:
+    code, said = rkfac("compare", "--resume", "--out", tmp_path / "nothere")
+    assert (code, len(said)) == (2, 1)
+    assert "There is nothing to continue in" in said[0]
+    assert not (tmp_path / "nothere").exists()
+
+
+@pytest.mark.parametrize("earlier", ["nothing", "a command"])
+def test_a_folder_of_an_earlier_version_needs_the_options_again(
+    earlier: str, tiny: str, tmp_path: Path, rkfac: Command
+) -> None:
+    words = ["compare", tiny, "--optimizers", "sgd,adamw", "--seeds", 1, "--epochs", 1, "--out", tmp_path]
+    assert rkfac(*words)[0] == 0
+    kept = json.loads((tmp_path / origin.FILE).read_text())
+    del kept["plan"]
+    (tmp_path / origin.FILE).write_text(json.dumps(kept))
+    if earlier == "nothing":
+        (tmp_path / origin.FILE).unlink()
+    code, said = rkfac("compare", "--resume", "--out", tmp_path)
+    assert code == 2
+    assert "does not say what was compared there" in said[0]
+    before = everything(tmp_path)
+    code, said = rkfac("compare", tiny, "--optimizers", "sgd", "--epochs", 1, "--resume", "--out", tmp_path)
+    assert (code, everything(tmp_path)) == (2, before)
+    assert "holds runs that this comparison has not (adamw-seed0)" in said[0]
+    assert rkfac(*words, "--resume")[0] == 0
+    assert rkfac("compare", "--resume", "--out", tmp_path)[0] == 0
+
+
+def test_what_is_cut_short_while_it_tunes_goes_on_too(
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rkfac: Command
+) -> None:
+    words = ["compare", tiny, "--optimizers", "sgd", "--seeds", 1, "--epochs", 1, "--grid", "0.1,0.2"]
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tuning, "tune", interrupted)
+        assert rkfac(*words, "--out", tmp_path / "c")[0] == 130
+    code, said = rkfac("compare", "--resume", "--out", tmp_path / "c")
+    assert code == 0, said
+    assert json.loads((tmp_path / "c" / origin.FILE).read_text())["chosen"]["sgd"].startswith("tuned: lr = ")
