@@ -80,9 +80,11 @@ def test_every_signature_is_written_out_and_every_keyword_has_its_bad_values(kin
     assert inspect.signature(kind).parameters.keys() - {"model", "params"} == BAD.keys()
 
 
-@pytest.mark.parametrize("model", [None, 3, [nn.Parameter(torch.zeros(2))]])
-def test_the_first_argument_is_a_model(build: Build, model: Any) -> None:
-    with pytest.raises(ValueError, match="model"):
+@pytest.mark.parametrize(
+    "model, error", [(None, TypeError), (3, ValueError), ([nn.Parameter(torch.zeros(2))], ValueError)]
+)
+def test_the_first_argument_is_a_model(build: Build, model: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="model"):
         build(model)
 
 
