@@ -28,7 +28,7 @@ SHAPED := tests/linalg tests/layers tests/curvature tests/operators tests/optim/
 
 test: $(READY)  ## the whole test suite
 	$(BIN)/python -m pytest -n 2 $(SHAPED)
-	RKFAC_SHAPES=0 $(BIN)/python -m pytest -n 3 $(addprefix --ignore ,$(SHAPED))  # many wait for processes of their own
+	RKFAC_SHAPES=0 $(BIN)/python -m pytest -n 2 $(addprefix --ignore ,$(SHAPED))
 
 check: lint types contracts docs test wheel  ## everything CI asks for
 
