@@ -19,7 +19,13 @@ x86 = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="
 @x86
 @pytest.mark.skipif(AGAIN in os.environ, reason="this is the second run")
 def test_the_linear_algebra_holds_on_avx2_kernels() -> None:
-    env = os.environ | {AGAIN: "1", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
+    # Shapes are the same on every processor, and were checked in the first run.
+    env = os.environ | {
+        AGAIN: "1",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+        "ATEN_CPU_CAPABILITY": "avx2",
+        "RKFAC_SHAPES": "0",
+    }
     env = {key: value for key, value in env.items() if not key.startswith(("PYTEST_", "COV_"))}
     here = Path(__file__).resolve().parent
     command = [sys.executable, "-m", "pytest", str(here), "-o", "addopts=", "-q", "-p", "no:cacheprovider"]
