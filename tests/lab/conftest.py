@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from rkfac_lab import report, workloads
+from rkfac_lab import report, speech, workloads
 from rkfac_lab.cli import main
 
 
@@ -42,14 +42,27 @@ def tiny(monkeypatch):
 
 
 @pytest.fixture
-def rkfac(monkeypatch, capsys):
-    """The command: its exit code and the lines it says."""
+def typed(monkeypatch, capsys):
+    """The command: its exit code, standard output and standard error."""
 
     def call(*arguments):
         monkeypatch.setattr(sys, "argv", ["rkfac", *map(str, arguments)])
         with pytest.raises(SystemExit) as ended:
             main()
-        return ended.value.code or 0, capsys.readouterr().err.splitlines()
+        said = capsys.readouterr()
+        return ended.value.code or 0, said.out, said.err
+
+    yield call
+    speech.choose(numbers=False, quiet=False)
+
+
+@pytest.fixture
+def rkfac(typed):
+    """Its exit code and the lines it says in trouble."""
+
+    def call(*arguments):
+        code, _, trouble = typed(*arguments)
+        return code, trouble.splitlines()
 
     return call
 

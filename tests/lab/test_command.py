@@ -11,24 +11,14 @@ import torch
 import typer
 
 import rkfac as library
-from rkfac_lab import board, cli, progress, speech, usage
-from rkfac_lab.cli import main
+from rkfac_lab import board, cli, progress, usage
 from rkfac_lab.workloads import WORKLOADS
 
 
 @pytest.fixture
-def command(monkeypatch, capsys):
+def command(typed):
     """Exit code, standard output and standard error."""
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["rkfac", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        said = capsys.readouterr()
-        return ended.value.code or 0, said.out, said.err
-
-    yield call
-    speech.choose(numbers=False, quiet=False)
+    return typed
 
 
 # --- help and versions

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from rkfac.optim.base import CurvatureOptimizer
-from rkfac_lab import doctor, speech
-from rkfac_lab.cli import main
+from rkfac_lab import doctor
 from rkfac_lab.errors import LabError
 
 TRAINING = """
@@ -83,18 +82,9 @@ def place(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def command(place, monkeypatch, capsys):
-    """Exit code, standard output and standard error."""
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["rkfac", "doctor", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        said = capsys.readouterr()
-        return ended.value.code or 0, said.out, said.err
-
-    yield call
-    speech.choose(numbers=False, quiet=False)
+def command(place, typed):
+    """`rkfac doctor`: exit code, standard output and standard error."""
+    return lambda *arguments: typed("doctor", *arguments)
 
 
 def test_a_script_is_run_as_python_runs_it_and_stopped_after_its_steps(command):
