@@ -38,7 +38,8 @@ def train(model: nn.Module, x: Tensor, y: Tensor) -> list[str]:
         optimizer.step()
         schedule.step()
     spectrum: rkfac.Spectra = optimizer.spectrum("0")
-    kept: float = float(spectrum.input.sum())
+    whole: rkfac.Factors = optimizer.factors("0")
+    kept: float = float(spectrum.input.sum() / whole.input.trace())
     records: list[rkfac.LayerReport] = list(optimizer.report())
     return [f"{record.name}: {record.rank_input} {kept}" for record in records]
 

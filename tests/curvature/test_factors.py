@@ -336,6 +336,36 @@ def test_an_identity_start_is_the_zero_start_plus_a_decayed_identity() -> None:
             torch.testing.assert_close(X, 0.8**5 * torch.eye(X.shape[-1], dtype=X.dtype) + X_0)
 
 
+def test_a_dropped_identity_leaves_the_zero_started_average_as_it_is() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+    dropped = kfac(model, factor_start="dropped", factor_decay=0.8)
+    with_it = kfac(model, factor_start="identity", factor_decay=0.8)
+    unbiased = kfac(model, factor_decay=0.8)
+    for _ in range(5):
+        losses(model(torch.randn(6, 4, dtype=torch.float64))).mean().backward()
+        for optimizer in (dropped, with_it, unbiased):
+            optimizer.step()
+        model.zero_grad()
+    for name in ("0", "2"):
+        for X, whole, free in zip(*(o.factors(name) for o in (dropped, with_it, unbiased)), strict=True):
+            torch.testing.assert_close(X, whole - 0.8**5 * torch.eye(len(X), dtype=X.dtype))
+            torch.testing.assert_close(X, (1 - 0.8**5) * free)
+
+
+def test_factors_are_the_whole_matrices_that_spectrum_has_the_eigenvalues_of() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3), nn.Linear(3, 2))
+    optimizer = kfac(model)
+    losses(model(torch.randn(6, 4))).mean().backward()
+    optimizer.step()
+    for X, values in zip(optimizer.factors("0"), optimizer.spectrum("0"), strict=True):
+        torch.testing.assert_close(torch.linalg.eigvalsh(X).flip(0).clamp_min(0), values)
+        X.zero_()  # a copy
+        assert values.sum() > 0
+    assert all(X.abs().sum() > 0 for X in optimizer.factors("0"))
+    with pytest.raises(ValueError, match="no preconditioned layer is called '1'; there are '0', '2'"):
+        optimizer.factors("1")
+
+
 def test_an_unbiased_average_is_the_weighted_mean_also_when_the_decay_changes() -> None:
     decays = [0.95, 0.5, 0.9, 0.0, 0.7, 0.99]
     model = nn.Sequential(nn.Linear(4, 3)).double()

@@ -56,7 +56,7 @@ def decomposed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("case", ["rows", "images", "channels last"])
 @pytest.mark.parametrize("rule", ["factored", "pi"])
-@pytest.mark.parametrize("start", ["unbiased", "identity", "paper"])
+@pytest.mark.parametrize("start", ["unbiased", "identity", "paper", "dropped"])
 @pytest.mark.parametrize("build", [stated.KFAC, stated.RSKFAC, stated.SREKFAC], ids=["KFAC", "RSKFAC", "SREKFAC"])
 def test_the_steps_are_those_of_exact_eigenpairs(
     case: str, rule: str, start: str, build: Any, monkeypatch: pytest.MonkeyPatch

@@ -16,7 +16,7 @@ from rkfac.optim.presets import (
     recipe,
     seng_defaults,
 )
-from rkfac.optim.report import LayerReport, Report, Spectra
+from rkfac.optim.report import Factors, LayerReport, Report, Spectra
 from rkfac.optim.seng import SENG
 from rkfac.optim.skfac import SKFAC
 from rkfac.optim.wake import InnerSteps
@@ -31,6 +31,7 @@ __all__ = [
     "SKFAC",
     "SREKFAC",
     "Advice",
+    "Factors",
     "InnerSteps",
     "LayerReport",
     "LevenbergMarquardt",

@@ -32,7 +32,7 @@ class Keywords(TypedDict, total=False):
     factor_decay: float
     factor_every: int
     inverse_every: int
-    factor_start: Literal["unbiased", "identity", "paper"]
+    factor_start: Literal["unbiased", "identity", "paper", "dropped"]
     eager_start: bool
     stagger: bool
     stale: float | None

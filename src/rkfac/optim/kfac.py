@@ -11,7 +11,7 @@ from torch import nn
 from rkfac.curvature.block import Settings
 from rkfac.curvature.damping import RULES
 from rkfac.curvature.decompose import RSVD, SREVD, Decomposition, Exact
-from rkfac.curvature.factor import Start
+from rkfac.curvature.factor import Dropped, Start
 from rkfac.curvature.fisher import NAMED, Likelihood
 from rkfac.optim.adaptive import LevenbergMarquardt
 from rkfac.optim.arguments import (
@@ -32,6 +32,7 @@ STARTS = {
     "identity": Start(identity=True),
     "unbiased": Start(identity=False),
     "paper": Start(identity=True, sketched=True),
+    "dropped": Dropped(),
 }
 
 
@@ -81,7 +82,8 @@ class KFAC(CurvatureOptimizer):
                         collected) or "output"; the identity, undamped, stands for the other. Norm layers have one block
       factor_decay*, factor_every*, inverse_every*   [rho, T_KU, T_KI]
       factor_start      "unbiased": averages are free of their start; "identity": they start from I, which damps the
-                        first steps and is kept apart from what is decomposed; "paper": the same, but sketches see it
+                        first steps and is kept apart from what is decomposed; "paper": the same, but sketches see it;
+                        "dropped": the same without the identity, so that young averages are too small and first steps long
       eager_start       statistics at each of the first 50 steps, and inverses each time half of the steps so far have passed
       stagger           layers take turns within inverse_every, so that no step waits for all inverses; those of the first
                         steps come together all the same
@@ -149,7 +151,7 @@ class KFAC(CurvatureOptimizer):
         factor_decay: float = 0.95,
         factor_every: int = 10,
         inverse_every: int = 50,
-        factor_start: Literal["unbiased", "identity", "paper"] = "unbiased",
+        factor_start: Literal["unbiased", "identity", "paper", "dropped"] = "unbiased",
         eager_start: bool = True,
         stagger: bool = False,
         stale: float | None = None,

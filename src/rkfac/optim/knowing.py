@@ -18,11 +18,13 @@ from rkfac.optim.arguments import check_group
 from rkfac.optim.coverage import LeftOut
 from rkfac.optim.gate import Gate
 from rkfac.optim.report import (
+    Factors,
     Members,
     Report,
     Spectra,
     covered_layer,
     described,
+    factors,
     numbers_of,
     spectra,
     uncovered_layer,
@@ -92,6 +94,10 @@ class Knowing(torch.optim.Optimizer):
     def spectrum(self, name: str) -> Spectra:
         """Exact eigenvalues of a layer's two running factors, descending."""
         return spectra(self._blocks, name)
+
+    def factors(self, name: str) -> Factors:
+        """Copies of a layer's two running factors, whole matrices in float64: O(d^2) memory, for looking at."""
+        return factors(self._blocks, name)
 
     @overload
     def curvature(self, name: str, damping: float | None = None) -> Operator: ...

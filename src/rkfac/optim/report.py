@@ -124,6 +124,13 @@ class Spectra(NamedTuple):
     output: Tensor
 
 
+class Factors(NamedTuple):
+    """A layer's two running factors as they are now, whole symmetric matrices in float64."""
+
+    input: Tensor
+    output: Tensor
+
+
 class Members(NamedTuple):
     """Whose a parameter is, by its identity: `held` by a group, `present` in the model (None: nobody asks)."""
 
@@ -222,10 +229,19 @@ def uncovered_layer(name: str, left: LeftOut, members: Members, group: Group) ->
 
 def spectra(blocks: Mapping[str, Block], name: str) -> Spectra:
     """Exact eigenvalues of a layer's running factors."""
-    two_sided = {n: b for n, b in blocks.items() if len(b.factors) == 2}
-    if name not in two_sided:
-        raise ValueError(f"no preconditioned layer is called {name!r}; there are {listed(two_sided)}")
-    return Spectra(*two_sided[name].spectra())
+    return Spectra(*_two_sided(blocks, name).spectra())
+
+
+def factors(blocks: Mapping[str, Block], name: str) -> Factors:
+    """Copies of a layer's running factors."""
+    return Factors(*(factor.dense() for factor in _two_sided(blocks, name).factors.values()))
+
+
+def _two_sided(blocks: Mapping[str, Block], name: str) -> Block:
+    known = {n: b for n, b in blocks.items() if len(b.factors) == 2}
+    if name not in known:
+        raise ValueError(f"no preconditioned layer is called {name!r}; there are {listed(known)}")
+    return known[name]
 
 
 def described(blocks: Iterable[Block], held: Collection[int]) -> str:

@@ -147,7 +147,7 @@ class EigenBlock(KroneckerBlock):
             self._energies = self.energies.carried(*shares)
         else:
             # As the factors' averages, one without a start of its own is replaced by the first statistic.
-            weight = 1.0 if self.settings.start.identity or not self.method.carry else 0.0
+            weight = self.settings.start.weight if self.method.carry else 1.0
             self._energies = energies.of_product(*now, weight)
 
     def _adopted(self, refreshed: Refreshed[Any]) -> Refreshed[Any]:

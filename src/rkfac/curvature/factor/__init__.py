@@ -1,6 +1,6 @@
 """One running Kronecker factor: the contract, and its kinds."""
 
-from rkfac.curvature.factor.base import Factor, Refreshed, Start
+from rkfac.curvature.factor.base import Dropped, Factor, Refreshed, Start
 from rkfac.curvature.factor.columns import ColumnsFactor
 from rkfac.curvature.factor.dense import DenseFactor
 from rkfac.curvature.factor.diagonal import DiagonalFactor
@@ -12,6 +12,7 @@ __all__ = [
     "ColumnsFactor",
     "DenseFactor",
     "DiagonalFactor",
+    "Dropped",
     "Factor",
     "IdentityFactor",
     "OnlineFactor",

@@ -31,6 +31,23 @@ class Start:
     identity: bool
     sketched: bool = False
 
+    @property
+    def weight(self) -> float:
+        """What the past weighs before the first statistic."""
+        return 1.0 if self.identity else 0.0
+
+
+@dataclass(frozen=True)
+class Dropped(Start):
+    """At the identity, whose part is then left out: averages from zero that nothing corrects, too small while young."""
+
+    identity: bool = False
+
+    @property
+    def weight(self) -> float:
+        """As with the identity."""
+        return 1.0
+
 
 @dataclass(frozen=True, eq=False)
 class Refreshed(Generic[Low]):
@@ -59,7 +76,7 @@ class Factor(ABC, Generic[Low]):
         self._like = like
         self._value: Tensor | None = None  # made when the first statistic comes: layers that never train cost nothing
         self._level = -math.inf  # binary logarithm of about the largest entry
-        self._weight = self._identity = 1.0 if start.identity else 0.0
+        self._weight, self._identity = start.weight, 1.0 if start.identity else 0.0
         self.updates = 0
         self._refreshed: Refreshed[Low] | None = None
         self._away: Tensor | None = None  # the value's trace in true units, where another process keeps the average
