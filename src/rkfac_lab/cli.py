@@ -11,6 +11,7 @@ import typer
 
 from rkfac_lab import ending, ranks, speech, usage
 from rkfac_lab.cli_bench import bench
+from rkfac_lab.cli_claims import claims
 from rkfac_lab.cli_compare import compare
 from rkfac_lab.cli_data import data
 from rkfac_lab.errors import LabError
@@ -136,6 +137,7 @@ def summary(
 
 
 app.command()(compare)
+app.command()(claims)
 
 
 @app.command()

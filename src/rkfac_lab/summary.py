@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rkfac_lab import disk
+from rkfac_lab import disk, slots
 from rkfac_lab.errors import LabError
 from rkfac_lab.table_text import as_markdown, metric_value, target_title
 from rkfac_lab.tables import Target
 
-BEGIN, END = "<!-- summary -->", "<!-- end of summary -->"
 REMEDY = "Make it again with `rkfac compare`."
 Comparison = Mapping[str, Any]  # what a table.json holds
 
@@ -116,13 +115,5 @@ def _value(metric: str, found: Mapping[str, Any] | None) -> str:
 
 
 def put_into(page: Path, text: str) -> None:
-    """In the place that a page has for it, between its two marks."""
-    try:
-        whole = disk.read(page).decode()
-    except FileNotFoundError:
-        raise LabError(f"There is no page {page} to put the summary into; make it, with a place for it.") from None
-    if whole.count(BEGIN) != 1 or whole.count(END) != 1:
-        raise LabError(f"{page} has no place for a summary: one line {BEGIN} and, below it, one line {END}.")
-    before, rest = whole.split(BEGIN)
-    _, after = rest.split(END)
-    disk.write_text(page, f"{before}{BEGIN}\n{text}\n{END}{after}")
+    """In the place that a page has for it."""
+    slots.fill(page, "summary", text)

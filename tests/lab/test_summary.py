@@ -16,6 +16,7 @@ from rkfac_lab.cli import app
 from rkfac_lab.errors import LabError
 
 DOCS = Path(__file__).parents[2] / "docs"
+BEGIN, END = "<!-- summary -->", "<!-- end of summary -->"
 
 
 def spread(mean: float, std: float | None = None) -> dict[str, Any]:
@@ -73,13 +74,13 @@ def test_the_command_prints_it_or_puts_it_into_its_place_on_a_page(tmp_path: Pat
     printed = CliRunner().invoke(app, ["summary", str(tmp_path)])
     assert printed.exit_code == 0
     page = tmp_path / "page.md"
-    page.write_text(f"before\n{summary.BEGIN}\nold\n{summary.END}\nafter\n")
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
     for _ in range(2):
         assert CliRunner().invoke(app, ["summary", str(tmp_path), "--into", str(page)]).exit_code == 0
-        assert page.read_text() == f"before\n{summary.BEGIN}\n{printed.output.rstrip()}\n{summary.END}\nafter\n"
+        assert page.read_text() == f"before\n{BEGIN}\n{printed.output.rstrip()}\n{END}\nafter\n"
 
 
-@pytest.mark.parametrize("text", ["", f"{summary.BEGIN}", f"{summary.BEGIN}{summary.BEGIN}{summary.END}"])
+@pytest.mark.parametrize("text", ["", f"{BEGIN}", f"{BEGIN}{BEGIN}{END}"])
 def test_a_page_without_a_place_is_refused_and_stays_as_it_is(text: str, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(text)
@@ -113,4 +114,4 @@ def test_the_page_of_results_is_made_of_the_numbers_beside_it() -> None:
     folders = [DOCS.parent / name for name in command[1].split()]
     assert len(folders) >= 5
     text = summary.summary([summary.read(folder) for folder in folders])
-    assert f"{summary.BEGIN}\n{text}\n{summary.END}" in page
+    assert f"{BEGIN}\n{text}\n{END}" in page

@@ -1,0 +1,1 @@
+"""The paper's claims, re-measured: one page each, made by one command."""

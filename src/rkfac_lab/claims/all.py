@@ -1,0 +1,8 @@
+"""Every claim, by its name, in the order of the pages."""
+
+from __future__ import annotations
+
+from rkfac_lab.claims.claim import Claim
+from rkfac_lab.claims.fewer_epochs import FewerEpochs
+
+CLAIMS: dict[str, Claim] = {claim.name: claim for claim in (FewerEpochs(),)}

@@ -1,0 +1,55 @@
+"""Pictures of the claims: panels beside each other, in the colours and dashes of all other pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+from rkfac_lab.plots import INK, MARKERS, colour, dash
+
+
+def panels(
+    count: int, *, across: str, up: str, same_height: bool = False, columns: int | None = None
+) -> tuple[Figure, list[Axes]]:
+    """A figure with `count` frames, named along both axes."""
+    columns = min(count, columns or 2)
+    rows = -(-count // columns)
+    figure = Figure(figsize=(0.6 + 5.4 * columns, 0.4 + 3.9 * rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(rows, columns, squeeze=False, sharey=same_height)
+    for number, axes in enumerate(grid.flat):
+        axes.set_visible(number < count)
+        axes.grid(True, color="#dddddd", linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_xlabel(across)
+    for row in grid:
+        row[0].set_ylabel(up)
+    return figure, list(grid.flat[:count])
+
+
+def look(position: int, *, marked: bool = False) -> dict[str, Any]:
+    """Of the curve at a position; `marked`: with its measured points."""
+    style: dict[str, Any] = {"color": colour(position), "linestyle": dash(position), "linewidth": 1.7}
+    return {**style, "marker": MARKERS[position % len(MARKERS)], "markersize": 5} if marked else style
+
+
+def logarithmic(axis: Any) -> None:
+    """Ticks that are read as numbers."""
+    axis.axes.set_xscale("log") if axis.axis_name == "x" else axis.axes.set_yscale("log")
+    axis.set_major_locator(LogLocator(numticks=8))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def note(axes: Axes, lines: Sequence[tuple[float, str]]) -> None:
+    """Thin level lines with their names."""
+    for height, name in lines:
+        axes.axhline(height, color=INK, linewidth=0.8, linestyle=":")
+        axes.annotate(
+            name, (0.99, height), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8, color=INK
+        )

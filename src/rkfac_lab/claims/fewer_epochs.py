@@ -1,0 +1,244 @@
+"""Does RS-KFAC need fewer epochs than K-FAC, and if so, what of the two makes the difference?
+
+The published comparison changes several things at once: the sketch, the identity that it drops from the modes it does not
+keep, and the damping rule. Here each is changed alone, at one learning rate for everybody and at each one's own best.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from matplotlib.figure import Figure
+
+from rkfac_lab.claims import drawing, paper
+from rkfac_lab.claims.claim import FAILS, HOLDS, PARTLY, Claim, Found, Verdict
+from rkfac_lab.claims.desk import Desk
+from rkfac_lab.claims.text import counted, percent_around, table
+from rkfac_lab.config import RunConfig
+from rkfac_lab.record import Run
+
+TUNING_SEED = 1000  # of no reported run
+PUBLISHED, RANDOMIZED = "K-FAC, as published", "RS-KFAC, as published"
+KEPT, LIKE = "RS-KFAC, identity kept", "K-FAC, factored"
+PRODUCT_UNBIASED, FACTORED_UNBIASED, DROPPED = (
+    "K-FAC, unbiased",
+    "K-FAC, factored, unbiased",
+    "K-FAC, factored, identity dropped",
+)
+# What each differs in from the paper's settings, and in words: rule, start, what stands for the modes that are not kept.
+VARIANTS: dict[str, tuple[str, dict[str, Any], tuple[str, str, str]]] = {
+    PUBLISHED: ("k-fac", {"damping_rule": "product"}, ("product", "identity", "all kept")),
+    LIKE: ("k-fac", {}, ("factored", "identity", "all kept")),
+    DROPPED: ("k-fac", {"factor_start": "dropped"}, ("factored", "identity, left out", "all kept")),
+    PRODUCT_UNBIASED: (
+        "k-fac",
+        {"damping_rule": "product", "factor_start": "unbiased"},
+        ("product", "unbiased", "all kept"),
+    ),
+    FACTORED_UNBIASED: ("k-fac", {"factor_start": "unbiased"}, ("factored", "unbiased", "all kept")),
+    RANDOMIZED: ("rs-kfac", {}, ("factored", "identity", "nothing: zero, without the identity")),
+    KEPT: ("rs-kfac", {"factor_start": "identity"}, ("factored", "identity", "the identity's remnant")),
+    "RS-KFAC, trace tail": ("rs-kfac", {"tail": "trace"}, ("factored", "identity", "their mean")),
+    "RS-KFAC, unbiased": ("rs-kfac", {"factor_start": "unbiased"}, ("factored", "unbiased", "nothing: zero")),
+    "RS-KFAC, unbiased, trace tail": (
+        "rs-kfac",
+        {"factor_start": "unbiased", "tail": "trace"},
+        ("factored", "unbiased", "their mean"),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class FewerEpochs(Claim):
+    """`widest` is the number of channels of the widest layer; `target` the accuracy whose steps are counted."""
+
+    name: ClassVar[str] = "fewer-epochs"
+    title: ClassVar[str] = "RS-KFAC needs fewer epochs than K-FAC"
+    says: ClassVar[str] = "“Surprisingly, the number of epochs to a target accuracy is also smaller for RS-KFAC.”"
+
+    workload: str = "cifar10-mini"
+    widest: int = 64
+    epochs: int = 4
+    tuning_epochs: int = 2
+    rates: tuple[float, ...] = (0.1, 0.3, 1.0)
+    common: float = 0.3
+    seeds: int = 2
+    target: float = 0.60
+
+    def small(self) -> FewerEpochs:
+        """On the embedded digits."""
+        return replace(
+            self, workload="digits-mlp", widest=1024, epochs=2, tuning_epochs=1, rates=(0.1, 0.3), seeds=1, target=0.9
+        )
+
+    @property
+    def rank(self) -> int:
+        """The paper's, in proportion."""
+        return paper.rank_at(self.widest)
+
+    def _run(self, variant: str, lr: float, seed: int, **keys: Any) -> RunConfig:
+        optimizer, arguments, _ = VARIANTS[variant]
+        given = {**arguments, "lr": lr, "rank": self.rank}
+        return paper.run(self.workload, optimizer, given, seed=seed, **{"epochs": self.epochs, **keys})
+
+    def measure(self, desk: Desk) -> dict[str, Any]:
+        """First the rates, on validation data; then everybody at the common rate, and at the own one where it is another."""
+        tried = desk.train(
+            {
+                f"tuning {variant} lr {lr:g}": self._run(
+                    variant, lr, TUNING_SEED, epochs=self.tuning_epochs, validation_share=0.1
+                )
+                for lr in self.rates
+                for variant in VARIANTS
+            }
+        )
+        trials = {
+            variant: {f"{lr:g}": _end(tried.get(f"tuning {variant} lr {lr:g}")) for lr in self.rates}
+            for variant in VARIANTS
+        }
+        best = {variant: _best(values) for variant, values in trials.items()}
+        wanted = [
+            (variant, lr, seed)
+            for seed in range(self.seeds)
+            for variant in VARIANTS
+            for lr in dict.fromkeys((self.common, best[variant]))
+        ]
+        runs = desk.train({f"{v} lr {lr:g} seed {seed}": self._run(v, lr, seed) for v, lr, seed in wanted})
+        rows = [
+            {"variant": variant, "lr": lr, "seed": seed, **self._outcome(run)}
+            for variant, lr, seed in wanted
+            if (run := runs.get(f"{variant} lr {lr:g} seed {seed}")) is not None
+        ]
+        return {"trials": trials, "best": best, "rows": rows}
+
+    def _outcome(self, run: Run) -> dict[str, Any]:
+        first = next((line["step"] for line in run.epochs if line["test_accuracy"] >= self.target), None)
+        curve = [[line["step"], line["test_accuracy"]] for line in run.epochs]
+        return {"status": run.summary["status"], "steps": first, "end": curve[-1][1] if curve else None, "curve": curve}
+
+    def _ends(self, found: Found, variant: str, lr: float) -> list[float]:
+        """Accuracies at the end, seed by seed; what diverged has none."""
+        return [row["end"] for row in self._rows(found, variant, lr) if row["end"] is not None]
+
+    def _rows(self, found: Found, variant: str, lr: float) -> list[Mapping[str, Any]]:
+        return [row for row in found["rows"] if row["variant"] == variant and row["lr"] == lr]
+
+    def _steps(self, found: Found, variant: str, lr: float) -> float | None:
+        """Mean steps to the target; None unless every seed came there."""
+        steps = [row["steps"] for row in self._rows(found, variant, lr)]
+        return None if not steps or None in steps else statistics.fmean(steps)
+
+    def verdict(self, found: Found) -> Verdict:
+        """Holds: sooner at the common rate and at own rates; partly: at one of the two."""
+        measured = f"{self.workload}, {self.epochs} epochs, rank {self.rank}, {counted(self.seeds, 'seed')}"
+        sooner = {}
+        for which, rate in (("one", lambda _: self.common), ("own", lambda v: found["best"][v])):
+            exact, sketched = (self._steps(found, v, rate(v)) for v in (PUBLISHED, RANDOMIZED))
+            sooner[which] = None if sketched is None else exact is None or sketched < exact
+        word = {2: HOLDS, 1: PARTLY, 0: FAILS}[sum(bool(value) for value in sooner.values())]
+        return Verdict(word, measured, self._why(found))
+
+    def _why(self, found: Found) -> str:
+        """The largest of the differences that the published comparison mixes, at the common rate."""
+
+        def gain(better: str, worse: str) -> float:
+            first, second = (self._ends(found, variant, self.common) for variant in (better, worse))
+            return 100 * (statistics.fmean(first) - statistics.fmean(second)) if first and second else 0.0
+
+        parts = {
+            "the damping rule (factored instead of product)": gain(LIKE, PUBLISHED),
+            "the sketch itself, with the identity kept": gain(KEPT, LIKE),
+            "dropping the identity from the modes that are not kept": gain(RANDOMIZED, KEPT),
+        }
+        total = gain(RANDOMIZED, PUBLISHED)
+        told = "; ".join(f"{name} {points:+.1f} points" for name, points in parts.items())
+        free = gain(FACTORED_UNBIASED, RANDOMIZED)
+        return (
+            f"At lr {self.common:g} RS-KFAC as published ends {total:+.1f} points from K-FAC as published, made up of: {told}. "
+            f"Exact K-FAC whose averages are free of their start ends {free:+.1f} points from RS-KFAC as published."
+        )
+
+    def page(self, found: Found) -> str:
+        """Two tables and what each step from the one method to the other brings."""
+        header = [
+            "",
+            "damping rule",
+            "averages start from",
+            "modes not kept are replaced by",
+            f"at {self.common:g}: end",
+            f"steps to {100 * self.target:g} %",
+            "own rate",
+            "end",
+            "steps",
+        ]
+        lines = []
+        for variant, (_, _, words) in VARIANTS.items():
+            own = found["best"][variant]
+            at_one, at_own = (
+                [percent_around(self._ends(found, variant, rate)), self._came(found, variant, rate)]
+                for rate in (self.common, own)
+            )
+            lines.append([variant, *words, *at_one, f"{own:g}", *at_own])
+        rates = [f"{lr:g}" for lr in self.rates]
+        tried = [
+            [variant, *("diverged" if v is None else f"{100 * v:.1f} %" for v in values.values())]
+            for variant, values in found["trials"].items()
+        ]
+        return f"""
+K-FAC as published and RS-KFAC as published differ in three things at once: the damping rule (the published code has the product
+rule for K-FAC and the factored one for RS-KFAC), the sketch, and what becomes of the identity that the averages start from: exact
+K-FAC keeps its remnant on every mode as extra damping, a sketch with a zero tail drops it from all modes that it does not keep.
+Here one thing is changed at a time. All have the paper's settings otherwise (damping a tenth of the largest eigenvalue, no
+momentum, statistics every 10 steps, inverses every 50, clip 0.07), a learning rate that goes up over a twentieth of the steps and
+then down to zero, and rank {self.rank}: the paper's 220 in proportion to the widest layer ({self.widest} channels instead of 512).
+
+## What each one does
+
+{table(header, lines, left=4)}
+
+Accuracies on test data after {counted(self.epochs, "epoch")}, mean and standard deviation over {counted(self.seeds, "seed")}. A
+dash: not in every seed.
+
+![curves at the common rate]({self.name}-curves.png)
+
+## How the rates were chosen
+
+On a tenth of the training data kept apart, after {counted(self.tuning_epochs, "epoch")} with the whole schedule, one seed that no
+reported run has:
+
+{table(["", *rates], tried)}
+"""
+
+    def _came(self, found: Found, variant: str, lr: float) -> str:
+        steps = self._steps(found, variant, lr)
+        return "-" if steps is None else f"{steps:.0f}"
+
+    def pictures(self, found: Found) -> dict[str, Figure]:
+        """Accuracy against steps at the common rate, exact and sketched beside each other."""
+        figure, panels = drawing.panels(2, across="step", up="test accuracy", same_height=True)
+        for axes, optimizer, title in zip(panels, ("k-fac", "rs-kfac"), ("exact K-FAC", "RS-KFAC"), strict=True):
+            for position, variant in enumerate(v for v, (name, _, _) in VARIANTS.items() if name == optimizer):
+                rows = self._rows(found, variant, self.common)
+                shared = set.intersection(*({step for step, _ in row["curve"]} for row in rows)) if rows else set()
+                steps = sorted(shared)
+                means = [statistics.fmean(dict(map(tuple, row["curve"]))[step] for row in rows) for step in steps]
+                label = ", ".join(VARIANTS[variant][2][:2] if optimizer == "k-fac" else VARIANTS[variant][2][1:])
+                axes.plot(steps, means, **drawing.look(position), label=label)
+            axes.set_title(title)
+            axes.legend(frameon=False, fontsize=9, loc="lower right")
+        return {"curves": figure}
+
+
+def _end(run: Run | None) -> float | None:
+    if run is None or run.summary["status"] != "finished":
+        return None
+    return float(run.epochs[-1]["validation_accuracy"])
+
+
+def _best(values: Mapping[str, float | None]) -> float:
+    """The smallest of the best rates; the smallest of all where every one diverged."""
+    known = {lr: value for lr, value in values.items() if value is not None}
+    return float(max(known, key=lambda lr: (known[lr], -float(lr)))) if known else min(map(float, values))
