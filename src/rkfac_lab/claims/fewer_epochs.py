@@ -13,14 +13,13 @@ from typing import Any, ClassVar
 
 from matplotlib.figure import Figure
 
-from rkfac_lab.claims import drawing, paper
+from rkfac_lab.claims import drawing, paper, rates
 from rkfac_lab.claims.claim import FAILS, HOLDS, PARTLY, Claim, Found, Verdict
 from rkfac_lab.claims.desk import Desk
 from rkfac_lab.claims.text import counted, percent_around, table
 from rkfac_lab.config import RunConfig
 from rkfac_lab.record import Run
 
-TUNING_SEED = 1000  # of no reported run
 PUBLISHED, RANDOMIZED = "K-FAC, as published", "RS-KFAC, as published"
 KEPT, LIKE = "RS-KFAC, identity kept", "K-FAC, factored"
 PRODUCT_UNBIASED, FACTORED_UNBIASED, DROPPED = (
@@ -86,20 +85,11 @@ class FewerEpochs(Claim):
 
     def measure(self, desk: Desk) -> dict[str, Any]:
         """First the rates, on validation data; then everybody at the common rate, and at the own one where it is another."""
-        tried = desk.train(
-            {
-                f"tuning {variant} lr {lr:g}": self._run(
-                    variant, lr, TUNING_SEED, epochs=self.tuning_epochs, validation_share=0.1
-                )
-                for lr in self.rates
-                for variant in VARIANTS
-            }
-        )
-        trials = {
-            variant: {f"{lr:g}": _end(tried.get(f"tuning {variant} lr {lr:g}")) for lr in self.rates}
-            for variant in VARIANTS
-        }
-        best = {variant: _best(values) for variant, values in trials.items()}
+
+        def trial(variant: str, lr: float) -> RunConfig:
+            return self._run(variant, lr, rates.SEED, epochs=self.tuning_epochs, validation_share=rates.SHARE)
+
+        trials, best = rates.choose(desk, dict.fromkeys(VARIANTS, self.rates), trial)
         wanted = [
             (variant, lr, seed)
             for seed in range(self.seeds)
@@ -182,7 +172,6 @@ class FewerEpochs(Claim):
                 for rate in (self.common, own)
             )
             lines.append([variant, *words, *at_one, f"{own:g}", *at_own])
-        rates = [f"{lr:g}" for lr in self.rates]
         tried = [
             [variant, *("diverged" if v is None else f"{100 * v:.1f} %" for v in values.values())]
             for variant, values in found["trials"].items()
@@ -193,7 +182,7 @@ rule for K-FAC and the factored one for RS-KFAC), the sketch, and what becomes o
 K-FAC keeps its remnant on every mode as extra damping, a sketch with a zero tail drops it from all modes that it does not keep.
 Here one thing is changed at a time. All have the paper's settings otherwise (damping a tenth of the largest eigenvalue, no
 momentum, statistics every 10 steps, inverses every 50, clip 0.07), a learning rate that goes up over a twentieth of the steps and
-then down to zero, and rank {self.rank}: the paper's 220 in proportion to the widest layer ({self.widest} channels instead of 512).
+then down to zero, and rank {self.rank}: the paper's 220 in proportion to the widest layer ({self.widest} channels, not 512).
 
 ## What each one does
 
@@ -209,7 +198,7 @@ dash: not in every seed.
 On a tenth of the training data kept apart, after {counted(self.tuning_epochs, "epoch")} with the whole schedule, one seed that no
 reported run has:
 
-{table(["", *rates], tried)}
+{table(["", *(f"{lr:g}" for lr in self.rates)], tried)}
 """
 
     def _came(self, found: Found, variant: str, lr: float) -> str:
@@ -230,15 +219,3 @@ reported run has:
             axes.set_title(title)
             axes.legend(frameon=False, fontsize=9, loc="lower right")
         return {"curves": figure}
-
-
-def _end(run: Run | None) -> float | None:
-    if run is None or run.summary["status"] != "finished":
-        return None
-    return float(run.epochs[-1]["validation_accuracy"])
-
-
-def _best(values: Mapping[str, float | None]) -> float:
-    """The smallest of the best rates; the smallest of all where every one diverged."""
-    known = {lr: value for lr, value in values.items() if value is not None}
-    return float(max(known, key=lambda lr: (known[lr], -float(lr)))) if known else min(map(float, values))

@@ -87,8 +87,8 @@ def text(measured: Measured) -> str:
                 f"# {claim.title}",
                 f"The paper: *{claim.says}*",
                 f"**{verdict.word.capitalize()}.** {verdict.why}",
-                f"Measured on {verdict.measured}. Everything here is made from [the numbers]({claim.name}.json) that this command wrote, "
-                "and is made again from them by `rkfac claims --rebuild`:",
+                f"Measured on {verdict.measured}. Everything here is made from [the numbers]({claim.name}.json) that this "
+                "command wrote, and is made again from them by `rkfac claims --rebuild`:",
                 f"    {measured.command}",
                 f"({machine})",
                 claim.page(measured.found).strip(),

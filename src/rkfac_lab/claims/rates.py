@@ -1,0 +1,42 @@
+"""Each contender's own learning rate: a few of them tried on validation data, one seed that no reported run has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from rkfac_lab.claims.desk import Desk
+from rkfac_lab.config import RunConfig
+from rkfac_lab.record import Run
+
+SEED = 1000
+SHARE = 0.1  # of the training data
+
+
+class Rates(NamedTuple):
+    """What every trial came to, by contender and rate, and the best rates."""
+
+    trials: dict[str, dict[str, float | None]]
+    best: dict[str, float]
+
+
+def choose(
+    desk: Desk, rates: Mapping[str, Sequence[float]], config: Callable[[str, float], RunConfig], of: str = ""
+) -> Rates:
+    """Train every contender at each of its rates; `config` makes the trial of one, `of` tells several searches apart."""
+    names = {(who, lr): f"{of} tuning {who} lr {lr:g}".strip() for who, mine in rates.items() for lr in mine}
+    runs = desk.train({name: config(*key) for key, name in names.items()})
+    trials = {who: {f"{lr:g}": _validated(runs.get(names[who, lr])) for lr in mine} for who, mine in rates.items()}
+    return Rates(trials, {who: best(values) for who, values in trials.items()})
+
+
+def best(values: Mapping[str, float | None]) -> float:
+    """The rate with the best accuracy, the smallest of equals; the smallest of all where every one diverged."""
+    known = {lr: value for lr, value in values.items() if value is not None}
+    return float(max(known, key=lambda lr: (known[lr], -float(lr)))) if known else min(map(float, values))
+
+
+def _validated(run: Run | None) -> float | None:
+    if run is None or run.summary["status"] != "finished":
+        return None
+    return float(run.epochs[-1]["validation_accuracy"])
