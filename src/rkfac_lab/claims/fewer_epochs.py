@@ -61,7 +61,7 @@ class FewerEpochs(Claim):
     workload: str = "cifar10-mini"
     widest: int = 64
     epochs: int = 4
-    tuning_epochs: int = 2
+    tuning_epochs: int = 1
     rates: tuple[float, ...] = (0.1, 0.3, 1.0)
     common: float = 0.3
     seeds: int = 2

@@ -1,0 +1,298 @@
+"""Do the spectra of the factors decay within about 200 modes, and does the width not matter (Figure 1)?
+
+The same network at several widths takes equal steps. What an average that starts from the identity would look like follows
+from one that is free of its start, n updates later: its eigenvalues s become (1 - rho^n) s + rho^n.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+
+import rkfac
+from rkfac.theory import retained_modes
+from rkfac_lab.claims import drawing, paper
+from rkfac_lab.claims.claim import FAILS, HOLDS, PARTLY, Claim, Found, Verdict
+from rkfac_lab.claims.desk import Desk
+from rkfac_lab.claims.text import plain, table
+from rkfac_lab.claims.widths import FAMILIES, Walk, workload
+from rkfac_lab.plots import SIDES
+from rkfac_lab.spectrum import ASSUMED_ALPHA, NEGLIGIBLE, rows_per_step
+
+ENOUGH = 220  # the paper's rank
+GROWN = 1.5  # times as many modes at the largest width as at the smallest: no longer "whatever the width"
+WIDE = 500  # narrower factors have not many more modes than could be above the line
+POINTS = 60  # of a curve
+FORGOTTEN = 24  # updates after which nothing of an average with rho = 0.5 is left but 6e-8
+
+
+@dataclass(frozen=True)
+class Spectra(Claim):
+    """`families`: by name, with widths; factors wider than `once_above` are decomposed after the last step only."""
+
+    name: ClassVar[str] = "spectrum"
+    title: ClassVar[str] = "The spectrum decays within about 200 modes whatever the width"
+    says: ClassVar[str] = (
+        "“We get this 1.5 orders of magnitude decay within 200 modes irrespective of the size of the K-factor.”"
+    )
+
+    families: tuple[tuple[str, tuple[int, ...]], ...] = (
+        ("vgg", (64, 128, 256, 512)),
+        ("mlp", (512, 1024, 2048, 4096, 8192)),
+    )
+    batches: tuple[int, ...] = (64, 256)
+    steps: tuple[int, ...] = (12, 24, 48)
+    decay: float = 0.95
+    short: float = 0.5
+    once_above: int = 3000
+
+    def small(self) -> Spectra:
+        """On the embedded digits."""
+        return replace(self, families=(("digits", (128, 256, 512)),), batches=(64, 128), steps=(5, 15, 30))
+
+    def measure(self, desk: Desk) -> dict[str, Any]:
+        """Every network with every batch size, one walk each; the short memory with the largest batch alone."""
+        walks = []
+        for family, widths in self.families:
+            for width in widths:
+                for batch in self.batches:
+                    name = f"{family} {width} batch {batch}"
+                    found = desk.part(name, lambda f=family, w=width, b=batch: self._walked(f, w, b, desk.data_dir))  # type: ignore[misc]
+                    walks.append({"family": family, "width": width, "batch": batch, **found})
+        return {"walks": walks}
+
+    def _walked(self, family: str, width: int, batch: int, data_dir: str | None) -> dict[str, Any]:
+        problem = workload(family, width)
+        walk = Walk(problem, data_dir, batch, paper.RANK)
+        layers = FAMILIES[family].layers
+        inputs, _ = problem.prepare(walk.data.train_x[:batch], walk.data.train_y[:batch])
+        rows = rows_per_step(walk.model, inputs)
+        lasting, last = walk.watch(list(layers), self.decay), self.steps[-1]
+        fading: rkfac.RSKFAC | None = None
+        seen: dict[tuple[float, str, str], dict[str, Any]] = {}
+        for step in range(1, last + 1):
+            if step == max(1, last + 1 - FORGOTTEN) and batch == max(self.batches):
+                fading = walk.watch(list(layers), self.short)
+            walk.step()
+            for layer in layers if step in self.steps else ():
+                if step == last or widest(walk.model.get_submodule(layer)) <= self.once_above:
+                    self._look(seen, lasting, self.decay, layer, step, rows[layer])
+        for layer in layers if fading is not None else ():
+            assert fading is not None
+            self._look(seen, fading, self.short, layer, last, rows[layer])
+        walk.close()
+        return {"loss": walk.loss, "factors": list(seen.values())}
+
+    def _look(
+        self,
+        into: dict[tuple[float, str, str], dict[str, Any]],
+        watcher: rkfac.RSKFAC,
+        decay: float,
+        layer: str,
+        step: int,
+        rows: int,
+    ) -> None:
+        """Both factors of a layer."""
+        spectra = watcher.spectrum(layer)
+        for side, values in (("input", spectra.input), ("output", spectra.output)):
+            bound = retained_modes(decay, rows, len(values), ASSUMED_ALPHA, NEGLIGIBLE)
+            fresh = {"layer": layer, "side": side, "rho": decay, "d": len(values), "rows": rows, "bound": bound}
+            factor = into.setdefault((decay, layer, side), {**fresh, "looks": []})
+            factor["looks"].append(looked(values, decay, step))
+            factor["curve"], factor["largest"] = curve(values), float(values[0])
+
+    def _factors(self, found: Found) -> list[Mapping[str, Any]]:
+        """Every factor of every walk, with what it is of."""
+        return [
+            {**factor, **{key: walk[key] for key in ("family", "width", "batch")}}
+            for walk in found["walks"]
+            for factor in walk["factors"]
+        ]
+
+    def _series(self, found: Found, rho: float) -> dict[tuple[str, str, str, int], list[Mapping[str, Any]]]:
+        """Factors that differ in the width of the network alone, in its order."""
+        series: dict[tuple[str, str, str, int], list[Mapping[str, Any]]] = {}
+        for factor in sorted(self._factors(found), key=lambda f: f["width"]):
+            if factor["rho"] == rho:
+                key = (factor["family"], factor["layer"], factor["side"], factor["batch"])
+                series.setdefault(key, []).append(factor)
+        return series
+
+    def verdict(self, found: Found) -> Verdict:
+        """Holds: at most 220 modes in every factor, and fewer than 1.5 times as many in the widest; partly: one of the two."""
+        series = self._series(found, self.decay)
+        most = {side: _most(s for key, s in series.items() if key[2] == side) for side in SIDES}
+        growth = {side: _growth(s for key, s in series.items() if key[2] == side) for side in SIDES}
+        few = {side: most[side] <= ENOUGH for side in SIDES}
+        good = {side: few[side] and (growth[side] or 1.0) < GROWN for side in SIDES}
+        if all(good.values()):
+            word = HOLDS
+        elif all(few.values()) or any(good.values()):
+            word = PARTLY
+        else:
+            word = FAILS
+        told = "; ".join(f"{SIDES[side]}: at most {most[side]} modes, {_grown(growth[side])}" for side in SIDES)
+        families = ", ".join(f"{name} {min(widths)} to {max(widths)} wide" for name, widths in self.families)
+        measured = f"{families}, batch {' and '.join(map(str, self.batches))}, {self.steps[-1]} steps"
+        return Verdict(
+            word, measured, f"After {self.steps[-1]} steps, eigenvalues above a 33rd of the largest. {told}."
+        )
+
+    def page(self, found: Found) -> str:
+        """Modes by width, at each step, from each start; then the short memory."""
+        last = self.steps[-1]
+        parts = [
+            f"""
+Every network takes the same number of steps with batches of the same size, trained by RS-KFAC with the paper's settings (learning
+rate 0.3, damping a tenth of the largest eigenvalue, update clip 0.07, rank {paper.RANK}; averages free of their start, statistics
+every 10 steps, inverses every 20). Beside it another RS-KFAC, of learning rate zero, looks at some layers: it has statistics of
+every step, from all rows. Its factors are decomposed exactly, in float64. A mode counts if its eigenvalue is above a 33rd of the
+largest, which is the paper's line: with a damping of a tenth of the largest, what lies below hardly matters. *Unbiased*: the
+average is free of its start. *Identity*: it starts from the identity, as in the paper, of which rho^n is left after n updates
+({self.decay**last:.2g} here after {last}); the same training, from (1 - rho^n) s + rho^n. A row is a sample, times a position in
+convolutions. Proposition 3.1 is the paper's bound with its alpha = 0.1, at most the width of the factor.
+
+These are the first {last} steps of a training with as many updates of the averages; the paper's figure shows up to 70 epochs.
+""".strip()
+        ]
+        for family, _ in self.families:
+            parts.append(f"## {FAMILIES[family].about}")
+            parts += [self._table(found, family, side) for side in SIDES]
+        parts.append(f"![modes against width]({self.name}-width.png)\n\n![spectra]({self.name}-curves.png)")
+        parts.append(self._short(found))
+        return "\n\n".join(parts)
+
+    def _table(self, found: Found, family: str, side: str) -> str:
+        header = ["layer", "width", "d", "batch", "rows a step", "largest eigenvalue"]
+        header += [f"modes at step {step}" for step in self.steps]
+        header += [f"identity start, step {self.steps[-1]}", "Proposition 3.1"]
+        lines = []
+        for (of, layer, where, batch), series in sorted(self._series(found, self.decay).items()):
+            for factor in series if (of, where) == (family, side) else ():
+                seen = {look["step"]: look for look in factor["looks"]}
+                modes = [str(seen[step]["unbiased"]) if step in seen else "-" for step in self.steps]
+                lines.append(
+                    [
+                        FAMILIES[family].layers[layer],
+                        *map(str, (factor["width"], factor["d"], batch, factor["rows"])),
+                        plain(factor["largest"]),
+                        *modes,
+                        str(factor["looks"][-1]["identity"]),
+                        str(factor["bound"]),
+                    ]
+                )
+        return f"The {SIDES[side]}:\n\n{table(header, lines)}"
+
+    def _short(self, found: Found) -> str:
+        """The decay of KLD-WRM, of which the paper expects fewer modes."""
+        long = {key: series for key, series in self._series(found, self.decay).items() if key[3] == max(self.batches)}
+        short = self._series(found, self.short)
+        lines = []
+        for (family, layer, side, batch), series in long.items():
+            for lasting, fading in zip(series, short.get((family, layer, side, batch), ()), strict=False):
+                where = [family, FAMILIES[family].layers[layer], SIDES[side], str(lasting["width"]), str(lasting["d"])]
+                modes = [str(one["looks"][-1]["unbiased"]) for one in (lasting, fading)]
+                lines.append([*where, modes[0], modes[1], str(lasting["bound"]), str(fading["bound"])])
+        header = ["network", "layer", "factor", "width", "d"]
+        header += [f"modes, rho {rho:g}" for rho in (self.decay, self.short)]
+        header += [f"Proposition 3.1, rho {rho:g}" for rho in (self.decay, self.short)]
+        return f"""## A shorter memory
+
+The paper expects fewer modes where rho is 0.5, as in KLD-WRM. The same trainings at the same weights, batch {max(self.batches)},
+unbiased; of the shorter memory the last {min(FORGOTTEN, self.steps[-1])} updates are seen, before which nothing of it is left.
+
+{table(header, lines, left=3)}"""
+
+    def pictures(self, found: Found) -> dict[str, Figure]:
+        """Modes against the width of the factor, and the curves of the largest batch."""
+        return {"width": self._against_width(found), "curves": self._curves(found)}
+
+    def _against_width(self, found: Found) -> Figure:
+        figure, panels = drawing.panels(
+            2, across="width d of the factor", up=f"modes above a 33rd after {self.steps[-1]} steps", same_height=True
+        )
+        for axes, side in zip(panels, SIDES, strict=True):
+            drawn = [(key, s) for key, s in self._series(found, self.decay).items() if key[2] == side]
+            for position, ((family, layer, _, batch), series) in enumerate(drawn):
+                label = f"{family}, {FAMILIES[family].layers[layer]}, batch {batch}"
+                widths, modes = [f["d"] for f in series], [f["looks"][-1]["unbiased"] for f in series]
+                axes.plot(widths, modes, **drawing.look(position, marked=True), label=label)
+            every = sorted({factor["d"] for _, series in drawn for factor in series})
+            axes.plot(every, every, color="#bbbbbb", linewidth=0.9, label="every mode")
+            drawing.logarithmic(axes.xaxis)
+            axes.set_xticks([2**power for power in range(3, 15) if every[0] <= 1.1 * 2**power <= 1.21 * every[-1]])
+            drawing.logarithmic(axes.yaxis)
+            drawing.note(axes, [(ENOUGH, f"the paper's rank, {ENOUGH}")])
+            axes.set_title(SIDES[side])
+            axes.legend(frameon=False, fontsize=8, loc="best")
+        return figure
+
+    def _curves(self, found: Found) -> Figure:
+        series = self._series(found, self.decay)
+        chosen = [(key, factors) for key, factors in series.items() if key[3] == max(self.batches)]
+        figure, panels = drawing.panels(len(chosen), across="mode", up="eigenvalue / largest", same_height=True)
+        for axes, ((family, layer, side, _), factors) in zip(panels, chosen, strict=True):
+            for position, factor in enumerate(factors):
+                modes, values = zip(*factor["curve"], strict=True)
+                axes.plot(modes, values, **drawing.look(position), label=f"width {factor['width']}, d = {factor['d']}")
+            drawing.logarithmic(axes.xaxis)
+            drawing.logarithmic(axes.yaxis)
+            axes.set_ylim(1e-5, 1.5)
+            drawing.note(axes, [(NEGLIGIBLE, "a 33rd")])
+            axes.set_title(
+                f"{family}, {FAMILIES[family].layers[layer]}, {SIDES[side]}, batch {max(self.batches)}", fontsize=10
+            )
+            axes.legend(frameon=False, fontsize=8, loc="lower left")
+        return figure
+
+
+def widest(layer: nn.Module) -> int:
+    """The larger side of a layer's two factors."""
+    weight = layer.get_parameter("weight")
+    return max(len(weight), weight[0].numel() + 1)
+
+
+def started_from_identity(values: Tensor, decay: float, updates: int) -> Tensor:
+    """Eigenvalues of the same average, had it begun with the identity."""
+    return (1 - decay**updates) * values + decay**updates
+
+
+def modes(values: Tensor) -> int:
+    """How many are above a 33rd of the largest."""
+    return int((values > NEGLIGIBLE * values[0]).sum())
+
+
+def looked(values: Tensor, decay: float, step: int) -> dict[str, int]:
+    """Modes from either start."""
+    return {"step": step, "unbiased": modes(values), "identity": modes(started_from_identity(values, decay, step))}
+
+
+def curve(values: Tensor) -> list[list[float]]:
+    """Some of the modes, by their number, relative to the first."""
+    last = len(values)
+    chosen = sorted({round(math.exp(t)) for t in torch.linspace(0, math.log(last), POINTS).tolist()})
+    return [[k, float(f"{float(values[k - 1] / values[0]):.4g}")] for k in chosen if 1 <= k <= last]
+
+
+def _most(series: Any) -> int:
+    """Modes after the last step."""
+    return max((factor["looks"][-1]["unbiased"] for one in series for factor in one), default=0)
+
+
+def _growth(series: Any) -> float | None:
+    """How many times as many modes the widest factor has as the narrowest; the most of all who are wide enough."""
+    found: list[Sequence[Mapping[str, Any]]] = [[f for f in one if f["d"] > WIDE] for one in series]
+    ends = [(one[0]["looks"][-1]["unbiased"], one[-1]["looks"][-1]["unbiased"]) for one in found if len(one) > 1]
+    return max((last / max(first, 1) for first, last in ends), default=None)
+
+
+def _grown(growth: float | None) -> str:
+    if growth is None:
+        return f"of no layer two factors wider than {WIDE}"
+    return f"{growth:.2f} times as many in the widest as in the narrowest above {WIDE} at most"

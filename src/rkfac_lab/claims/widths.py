@@ -1,0 +1,122 @@
+"""One network at several widths, and a walk: training by RS-KFAC while others look at the factors of some layers.
+
+Who looks is an RS-KFAC of learning rate zero: it collects statistics of the same batches at the same weights and changes
+nothing. So one walk serves every decay, and layers nobody looks at cost no statistics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+import rkfac
+from rkfac_lab import models
+from rkfac_lab.claims import paper
+from rkfac_lab.data import Dataset, Sources
+from rkfac_lab.data.batches import Batches
+from rkfac_lab.workloads import Workload, find
+
+NEVER = 10**9
+STATISTICS_EVERY, INVERSES_EVERY = (
+    10,
+    20,
+)  # of the training itself: the paper's 10 and 50, and here there are fewer steps
+LOOKING = {
+    "lr": 0.0,
+    "graft": None,
+    "momentum": 0.0,
+    "weight_decay": 0.0,
+    "factor_every": 1,
+    "inverse_every": NEVER,
+    "eager_start": False,
+    "rank": 1,
+    "oversampling": 0,
+    "power_iterations": 0,
+    "warm_start": False,
+    "rows": None,
+    "fallback": "sgd",
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """Networks that differ in their width alone; `layers` are those that are looked at, by module and in words."""
+
+    workload: str
+    build: Callable[[int, int], nn.Module]  # of width and classes
+    layers: dict[str, str]
+    about: str
+
+
+def _mlp(pixels: int) -> Callable[[int, int], nn.Module]:
+    return lambda width, classes: models.build("mlp", sizes=(pixels, width, width, classes))
+
+
+def _vgg(width: int, classes: int) -> nn.Module:
+    return models.build("vgg16bn", width=width / paper.WIDTH, classes=classes)
+
+
+FAMILIES = {
+    "vgg": Family(
+        "cifar10-vgg16bn",
+        _vgg,
+        {"features.20": "7th convolution", "features.27": "9th convolution", "features.34": "11th convolution"},
+        "VGG16_bn on CIFAR-10, by the channels of its widest layers (512 are the paper's)",
+    ),
+    "mlp": Family("fashion-widemlp", _mlp(784), {"3": "middle layer"}, "MLP 784-w-w-10 on Fashion-MNIST, by w"),
+    "digits": Family("digits-mlp", _mlp(64), {"3": "middle layer"}, "MLP 64-w-w-10 on the embedded digits, by w"),
+}
+
+
+def workload(family: str, width: int) -> Workload:
+    """The family's problem with a network of this width."""
+    known = FAMILIES[family]
+
+    def model(data: Dataset) -> nn.Module:
+        return known.build(width, data.classes)
+
+    return replace(find(known.workload), model=model)
+
+
+class Walk:
+    """Training with the paper's settings; averages are free of their start, so that the first inverses are of use."""
+
+    def __init__(self, problem: Workload, data_dir: str | None, batch: int, rank: int, seed: int = 0) -> None:
+        """`rank`: of the training; who looks needs none."""
+        self.problem, self.data = problem, problem.data(Sources(data_dir))
+        torch.manual_seed(seed)
+        self.model = problem.model(self.data)
+        if problem.channels_last:
+            self.model = self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        own = {"factor_start": "unbiased", "factor_every": STATISTICS_EVERY, "inverse_every": INVERSES_EVERY}
+        self.optimizer = rkfac.RSKFAC(self.model, **{**rkfac.paper_defaults(), **own, "rank": rank, "seed": seed})
+        self.batches = Batches(self.data.train_x, self.data.train_y, batch, seed, problem.augment)
+        self.watchers: list[rkfac.RSKFAC] = []
+        self.loss = float("nan")  # of the last batch
+
+    def watch(self, layers: Sequence[str], decay: float) -> rkfac.RSKFAC:
+        """Somebody who looks at some layers from now on, all rows at every step."""
+        looked_at = [p for layer in layers for p in self.model.get_submodule(layer).parameters()]
+        settings = {**LOOKING, "factor_decay": decay, "factor_start": "unbiased"}
+        self.watchers.append(rkfac.RSKFAC(self.model, params=looked_at, **settings))
+        return self.watchers[-1]
+
+    def step(self) -> None:
+        """One batch."""
+        if self.batches.exhausted:
+            self.batches.shuffle()
+        inputs, targets = self.problem.prepare(*self.batches.take())
+        self.optimizer.zero_grad()
+        loss = self.problem.loss(self.model(inputs), targets)
+        loss.backward()
+        for one in (self.optimizer, *self.watchers):
+            one.step()
+        self.loss = float(loss.detach())
+
+    def close(self) -> None:
+        """Nobody listens to the model any longer."""
+        for one in (self.optimizer, *self.watchers):
+            one.close()
