@@ -59,6 +59,11 @@ class Captured(NamedTuple):
     J: Tensor
     remnant: float
 
+    def free(self) -> Captured:
+        """With the identity taken out of both factors: as they would be after a training so long that it is gone."""
+        gone = [X - self.remnant * torch.eye(len(X), dtype=X.dtype) for X in (self.A, self.G)]
+        return self._replace(A=gone[0], G=gone[1], remnant=0.0)
+
 
 def captured(desk: Desk, subject: Subject) -> list[Captured]:
     """What the training shows, layer by layer; trained once, and continued where it was stopped."""

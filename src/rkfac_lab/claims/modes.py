@@ -18,12 +18,12 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from rkfac.theory import effective_samples, expected_modes, expected_spectrum, retained_modes
-from rkfac_lab.claims import drawing, paper
+from rkfac_lab.claims import drawing
 from rkfac_lab.claims.claim import FAILS, HOLDS, PARTLY, Claim, Found, Verdict
 from rkfac_lab.claims.desk import Desk
 from rkfac_lab.claims.spectra import curve, modes
 from rkfac_lab.claims.text import around, plain, table
-from rkfac_lab.claims.widths import FAMILIES, Walk, workload
+from rkfac_lab.claims.widths import FAMILIES, Walk
 from rkfac_lab.plots import SIDES
 from rkfac_lab.spectrum import ASSUMED_ALPHA, NEGLIGIBLE
 
@@ -59,6 +59,7 @@ class Modes(Claim):
     layer_rows: tuple[int, ...] = (32, 64, 256)
     layer_decays: tuple[float, ...] = (0.5, 0.9, 0.95, 0.99)
     moving: float = 0.95
+    rates: tuple[float, ...] = (0.03, 0.3)  # of the training; the second is the paper's
 
     def small(self) -> Modes:
         """Small matrices, and a narrow network on the embedded digits."""
@@ -81,15 +82,15 @@ class Modes(Claim):
         for kind in SPECTRA:
             for d in self.dimensions:
                 simulated += desk.part(f"simulated {kind} {d}", lambda k=kind, d=d: self._simulated(k, d))  # type: ignore[misc]
-        layer = Layer(self, desk.data_dir)
         fixed: list[Any] = []
-        for rho in self.layer_decays:
-            fixed += desk.part(f"fixed weights rho {rho:g}", lambda r=rho: self._fixed(layer, r))  # type: ignore[misc]
-        return {
-            "simulated": simulated,
-            "fixed": fixed,
-            "moving": desk.part("moving weights", lambda: self._moving(layer)),
-        }
+        moving: list[Any] = []
+        for lr in self.rates:
+            layer = Layer(self, desk.data_dir, lr)
+            for rho in self.layer_decays:
+                name = f"fixed weights lr {lr:g} rho {rho:g}"
+                fixed += desk.part(name, lambda l=layer, r=rho: self._fixed(l, r))  # type: ignore[misc]
+            moving += desk.part(f"moving weights lr {lr:g}", lambda l=layer: self._moving(l))  # type: ignore[misc]
+        return {"simulated": simulated, "fixed": fixed, "moving": moving}
 
     def _simulated(self, kind: str, d: int) -> list[dict[str, Any]]:
         """Normal rows of a known covariance; in its own basis, which changes no eigenvalue."""
@@ -113,7 +114,13 @@ class Modes(Claim):
                 generator = torch.Generator().manual_seed(n)
                 draw = lambda n=n, g=generator: rows[torch.randint(len(rows), (n,), generator=g)]  # noqa: B023, E731
                 spectra = [averaged(draw, rho, updates(rho)) for _ in range(self.draws)]
-                case = {"side": side, **_case(covariance, rho, n, updates(rho)), "unequal": layer.unequal[side]}
+                case = {
+                    "side": side,
+                    "lr": layer.lr,
+                    "loss": layer.loss,
+                    **_case(covariance, rho, n, updates(rho)),
+                    "unequal": layer.unequal[side],
+                }
                 made.append({**case, "seen": [modes(one) for one in spectra], **_curves(covariance, case, spectra[0])})
         return made
 
@@ -124,6 +131,8 @@ class Modes(Claim):
             covariance, values = layer.covariances[side], layer.averages[side]
             case = {
                 "side": side,
+                "lr": layer.lr,
+                "loss": layer.loss,
                 **_case(covariance, self.moving, self.batch, self.steps),
                 "unequal": layer.unequal[side],
             }
@@ -155,19 +164,27 @@ class Modes(Claim):
         simulated = [[case["covariance"], str(case["d"]), *_cells(case)] for case in found["simulated"]]
         fixed, moving = (
             [
-                [SIDES[case["side"]], *_cells(case), plain(case["unequal"]), f"{case['shorter']:.0f}"]
+                [
+                    SIDES[case["side"]],
+                    f"{case['lr']:g}",
+                    plain(case["loss"]),
+                    *_cells(case),
+                    plain(case["unequal"]),
+                    f"{case['shorter']:.0f}",
+                ]
                 for case in found[part]
             ]
             for part in ("fixed", "moving")
         )
         beside = [*kept, "inequality of rows", "predicted with fewer rows"]
-        true = ", ".join(f"{SIDES[case['side']]} {case['covered']}" for case in found["moving"])
+        true = ", ".join(f"{SIDES[case['side']]} {case['covered']} (lr {case['lr']:g})" for case in found["moving"])
         return f"""
 Proposition 3.1 bounds the number of eigenvalues above epsilon times the largest whatever the rows are. What is to be *expected*
 follows from the covariance C of the rows, from rho and from the rows of a batch: `rkfac.theory.expected_modes` solves two
 equations for it, which hold for many independent rows. Here epsilon is 1/33 throughout, averages are free of their start and are
-looked at when {100 * LEFT:g} % of the first batch's weight is left (`updates` in the prediction). *Rows that count*: of an evenly weighted
-mean of equal variance, n (1 + rho) / (1 - rho). *Seen*: mean and standard deviation over {self.draws} draws. *Right*: within 10 % or 3 modes.
+looked at when {100 * LEFT:g} % of the first batch's weight is left (`updates` in the prediction). *Rows that count*: of an evenly
+weighted mean of equal variance, n (1 + rho) / (1 - rho). *Seen*: mean and standard deviation over {self.draws} draws.
+*Right*: within 10 % or 3 modes.
 
 ## Simulated rows
 
@@ -179,22 +196,24 @@ Normal rows whose covariance has the eigenvalues in the first column.
 
 ## A network at fixed weights
 
-{FAMILIES[self.family].about}: the middle layer at w = {self.width}, after {self.steps} steps of RS-KFAC with batches of {self.batch}. C is
-the second moment of the rows of all training samples, and batches are drawn from these with replacement: so the rows are
-independent and C is theirs exactly, but they are not normal. *Inequality of rows*: the mean fourth power of their lengths over the
-square of the mean square; 1 where all are equally long, and 1 + 2 tr(C^2) / tr(C)^2 for normal ones. Where it is large, few rows
-make up an average. *Predicted with fewer rows*: the same prediction with n over that number.
+{FAMILIES[self.family].about}: the middle layer at w = {self.width}, after {self.steps} steps of RS-KFAC with batches of
+{self.batch}, at the learning rates {", ".join(f"{lr:g}" for lr in self.rates)} (the paper's is 0.3, with which the loss of
+wide MLPs went up at first in trials). C is the second moment of the rows of all training samples, and batches are drawn from these
+with replacement: so the rows
+are independent and C is theirs exactly, but they are not normal. *Inequality of rows*: the mean fourth power of their
+lengths over the square of the mean square; 1 where all are equally long, and 1 + 2 tr(C^2) / tr(C)^2 for normal ones. Where it is
+large, few rows make up an average. *Predicted with fewer rows*: the same prediction with n over that number.
 
-{table(["factor", *beside], fixed)}
+{table(["factor", "lr", "last loss", *beside], fixed)}
 
 ![spectra]({self.name}-spectra.png)
 
 ## While training moves the weights
 
-The average that the training itself left behind, every one of its {self.steps} steps in it, beside C at the weights where it ended.
-The covariance itself, of infinitely many rows at those weights, has so many modes: {true}.
+The average that the training itself left behind, every one of its {self.steps} steps in it, beside C at the weights where it
+ended. The covariance itself, of infinitely many rows at those weights, has so many modes: {true}.
 
-{table(["factor", *beside], moving)}
+{table(["factor", "lr", "last loss", *beside], moving)}
 """
 
     def pictures(self, found: Found) -> dict[str, Figure]:
@@ -204,7 +223,8 @@ The covariance itself, of infinitely many rows at those weights, has so many mod
     def _spectra(self, found: Found) -> Figure:
         """Two decays at the largest batch, both factors."""
         n, decays = max(self.layer_rows), sorted({min(self.layer_decays), self.moving} & set(self.layer_decays))
-        cases = [case for rho in decays for case in found["fixed"] if case["n"] == n and case["rho"] == rho]
+        fixed = [case for case in found["fixed"] if case["n"] == n and case["lr"] == self.rates[0]]
+        cases = [case for rho in decays for case in fixed if case["rho"] == rho]
         figure, panels = drawing.panels(len(cases), across="mode", up="eigenvalue / largest", same_height=True)
         names = {"measured": "seen", "expected": "predicted", "true": "the covariance itself"}
         for axes, case in zip(panels, cases, strict=True):
@@ -215,7 +235,9 @@ The covariance itself, of infinitely many rows at those weights, has so many mod
             drawing.logarithmic(axes.yaxis)
             axes.set_ylim(1e-5, 1.5)
             drawing.note(axes, [(NEGLIGIBLE, "a 33rd")])
-            axes.set_title(f"{SIDES[case['side']]}, rho {case['rho']:g}, {n} rows a batch", fontsize=10)
+            axes.set_title(
+                f"{SIDES[case['side']]}, rho {case['rho']:g}, {n} rows a batch, lr {case['lr']:g}", fontsize=10
+            )
             axes.legend(frameon=False, fontsize=9, loc="lower left")
         return figure
 
@@ -223,20 +245,25 @@ The covariance itself, of infinitely many rows at those weights, has so many mod
 class Layer:
     """The middle layer of a trained network: its rows over all training data, and its averages; made when asked for."""
 
-    def __init__(self, claim: Modes, data_dir: str | None) -> None:
-        self.claim, self.data_dir = claim, data_dir
+    def __init__(self, claim: Modes, data_dir: str | None, lr: float) -> None:
+        self.claim, self.data_dir, self.lr = claim, data_dir, lr
         (self.name,) = FAMILIES[claim.family].layers
 
     @cached_property
     def _trained(self) -> tuple[Walk, dict[str, Tensor]]:
         """The walk behind its last step, and the spectra of the averages there."""
-        walk = Walk(workload(self.claim.family, self.claim.width), self.data_dir, self.claim.batch, paper.RANK)
+        walk = Walk(self.claim.family, self.claim.width, self.data_dir, self.claim.batch, self.lr)
         watcher = walk.watch([self.name], self.claim.moving)
         for _ in range(self.claim.steps):
             walk.step()
         spectra = watcher.spectrum(self.name)
         walk.close()
         return walk, {"input": spectra.input, "output": spectra.output}
+
+    @property
+    def loss(self) -> float:
+        """Of the last batch."""
+        return self._trained[0].loss
 
     @property
     def averages(self) -> dict[str, Tensor]:
@@ -349,9 +376,8 @@ def _against(found: Found) -> Figure:
         every = [case for group in cases.values() for case in group]
         ends = [0.8, 1.3 * max(max(case["predicted"], statistics.fmean(case["seen"])) for case in every)]
         axes.plot(ends, ends, color="#999999", linewidth=0.9, label="as foreseen")
-        axes.fill_between(
-            ends, *([(1 + s) * end for end in ends] for s in (-NEAR, NEAR)), color="#eeeeee", label="within 10 %"
-        )
+        low, high = ([(1 + share) * end for end in ends] for share in (-NEAR, NEAR))
+        axes.fill_between(ends, low, high, color="#eeeeee", label="within 10 %")
         for position, (name, group) in enumerate(cases.items()):
             look = {**drawing.look(position, marked=True), "linestyle": "none"}
             axes.plot([c["predicted"] for c in group], [statistics.fmean(c["seen"]) for c in group], **look, label=name)

@@ -1,0 +1,214 @@
+"""Do refresh and application grow with the cube, the square, the first power of the width, and where do they cross?
+
+A claim over `rkfac bench scaling`, which says what refresh and application are for whom, and what "beyond" leaves out.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, ClassVar
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, NullLocator
+
+from rkfac_lab.bench import scaling
+from rkfac_lab.bench.scaling import Measurement
+from rkfac_lab.bench.timing import Spread, digits
+from rkfac_lab.claims import drawing
+from rkfac_lab.claims.claim import FAILS, HOLDS, PARTLY, Claim, Found, Verdict
+from rkfac_lab.claims.desk import Desk
+from rkfac_lab.claims.text import counted, table
+
+# Which exponent the paper speaks of, what it is, and from where to where it is still that one.
+PROMISED: dict[str, tuple[str, str, float, float]] = {
+    "K-FAC (paper)": ("both", "3", 2.6, 3.4),
+    "RS-KFAC (paper)": ("both", "2", 1.5, 2.4),
+    "SRE-KFAC (paper)": ("both", "2", 1.5, 2.4),
+    "B-KFAC (paper)": ("beyond", "1", -math.inf, 1.3),
+    "SENG (paper)": ("beyond", "1", -math.inf, 1.3),
+}
+PARTS = {
+    "refresh": "One refresh",
+    "application": "One application",
+    "both": "One of each",
+    "beyond": "One of each, beyond SGD's own pass over the weight",
+}
+
+
+@dataclass(frozen=True)
+class Complexity(Claim):
+    """Exact K-FAC is measured up to a width of `exact_up_to`."""
+
+    name: ClassVar[str] = "complexity"
+    title: ClassVar[str] = "Cubic, quadratic, linear: what the width costs"
+    says: ClassVar[str] = (
+        "“From O(d³) for K-FAC down to O(d²(r + r_l))”, and “partly closes the gap to SENG, which scales like O(d)”."
+    )
+
+    widths: tuple[int, ...] = (1024, 2048, 4096, 8192)
+    rank: int = 220
+    exact_up_to: int = 4096
+    rounds: int = 3
+
+    def small(self) -> Complexity:
+        """Narrow layers, where everything but the width decides."""
+        return replace(self, widths=(64, 128, 256), rank=16, exact_up_to=128, rounds=1)
+
+    def measure(self, desk: Desk) -> dict[str, Any]:
+        """Width by width; with as many threads as the desk has."""
+        rows: list[dict[str, Any]] = []
+        for width in self.widths:
+            rows += desk.part(f"width {width}", lambda w=width: self._at(w))  # type: ignore[misc]
+        return {"rows": rows}
+
+    def _at(self, width: int) -> list[dict[str, Any]]:
+        return [asdict(row) for row in scaling.run((width,), self.rank, self.exact_up_to, self.rounds)]
+
+    def verdict(self, found: Found) -> Verdict:
+        """Holds: every exponent is the promised one within its limits; partly: some are."""
+        slopes = scaling.exponents(measured(found))
+        kept = {method: _kept(slopes, method) for method in PROMISED}
+        told = ", ".join(
+            f"{_short(method)} {_exponent(_slope(slopes, method))} ({_limits(method)}{'' if kept[method] else ', not so'})"
+            for method in PROMISED
+        )
+        word = HOLDS if all(kept.values()) else PARTLY if any(kept.values()) else FAILS
+        widths = f"{min(self.widths)} to {max(self.widths)} wide"
+        measured_on = f"one square Linear layer, {widths}, batch {scaling.BATCH}, rank {self.rank}"
+        return Verdict(word, measured_on, f"Exponents of refresh and application together: {told}.")
+
+    def page(self, found: Found) -> str:
+        """Seconds and exponents of each part, then who overtakes whom."""
+        rows = measured(found)
+        parts = [
+            f"""
+One square Linear layer without a bias, batch {scaling.BATCH}, everybody with the paper's settings, rank {self.rank},
+{counted(self.rounds, "round")}. Averages have seen more rows than the layer is wide. A *refresh* makes the decompositions anew,
+an *application* is all that `step()` does on a step without statistics, and so includes the pass over the weight that every
+optimizer makes: no application grows slower than the square of the width for long. *Beyond* leaves out what SGD's own `step()`
+takes. B-KFAC works in the backward pass and while it collects statistics too, and is measured by whole steps: its application is
+what a plain step takes longer than SGD's, its refresh what a refresh step, statistics included, takes longer than a plain one.
+The statistics of the others are not counted. An exponent is the slope of the line through all measured widths, logarithm against
+logarithm; a dash: not measured, or nothing measurable.
+""".strip(),
+            f"## The exponents\n\n{self._exponents(rows)}",
+            f"![seconds against width]({self.name}-seconds.png)",
+            *(f"## {title}\n\nMedian seconds.\n\n{self._seconds(rows, part)}" for part, title in PARTS.items()),
+            f"""## Who overtakes whom
+
+Of each pair, the width from which the one that grows more slowly is cheaper than the other on this machine: one refresh and one
+application beyond SGD's pass, on straight lines between the measured widths, logarithm against logarithm. How often a method
+refreshes is not in it.
+
+{self._crossovers(rows)}""",
+        ]
+        return "\n\n".join(parts)
+
+    def _exponents(self, rows: Sequence[Measurement]) -> str:
+        slopes = scaling.exponents(rows)
+        lines = []
+        for method, fitted in slopes.items():
+            promise = _limits(method) if method in PROMISED else "-"
+            kept = ("yes" if _kept(slopes, method) else "no") if method in PROMISED else "-"
+            lines.append([method, *(_exponent(fitted[part]) for part in PARTS), promise, kept])
+        return table(["", *PARTS, "the paper, and the limits here", "so"], lines)
+
+    def _seconds(self, rows: Sequence[Measurement], part: str) -> str:
+        known = {(row.method, row.width): getattr(row, part).median for row in rows}
+        lines = [
+            [method, *(_seconds(known.get((method, width))) for width in self.widths)]
+            for method in dict.fromkeys(row.method for row in rows)
+        ]
+        return table(["", *map(str, self.widths)], lines)
+
+    def _crossovers(self, rows: Sequence[Measurement]) -> str:
+        known = {(row.method, row.width): row.beyond.median for row in rows}
+        lines = []
+        for pair in itertools.combinations(PROMISED, 2):
+            shared = [width for width in self.widths if all((method, width) in known for method in pair)]
+            first, second = ([known[method, width] for width in shared] for method in pair)
+            slower, where = overtaking(shared, first, second)
+            lines.append([_short(pair[1 - slower]), _short(pair[slower]), where])
+        return table(["the one", "is dearer than", "from a width of"], lines, left=2)
+
+    def pictures(self, found: Found) -> dict[str, Figure]:
+        """One of each, and the same beyond SGD's pass."""
+        rows = measured(found)
+        slopes = scaling.exponents(rows)
+        figure, panels = drawing.panels(2, across="width of the layer", up="seconds")
+        for axes, part in zip(panels, ("both", "beyond"), strict=True):
+            for position, (method, fitted) in enumerate(slopes.items()):
+                points = [(row.width, getattr(row, part).median) for row in rows if row.method == method]
+                points = [(width, seconds) for width, seconds in points if seconds > 0]
+                label = f"{method}: {_exponent(fitted[part])}"
+                axes.plot(
+                    *zip(*points, strict=True) if points else ([], []),
+                    **drawing.look(position, marked=True),
+                    label=label,
+                )
+            drawing.logarithmic(axes.xaxis)
+            axes.xaxis.set_major_locator(FixedLocator(self.widths))
+            axes.xaxis.set_minor_locator(NullLocator())
+            drawing.logarithmic(axes.yaxis)
+            axes.set_title(PARTS[part])
+            axes.legend(frameon=False, fontsize=8, loc="upper left", title="with the fitted exponent", title_fontsize=8)
+        return {"seconds": figure}
+
+
+def measured(found: Found) -> list[Measurement]:
+    """The benchmark's rows as it knows them."""
+    return [
+        Measurement(row["width"], row["method"], *(Spread(**row[part]) for part in ("refresh", "application", "sgd")))
+        for row in found["rows"]
+    ]
+
+
+def overtaking(widths: Sequence[float], first: Sequence[float], second: Sequence[float]) -> tuple[int, str]:
+    """Which of the two grows more slowly (0 or 1), and from which width on it is the cheaper one."""
+    if not widths or min(*first, *second) <= 0:
+        return 1, "not to be told"
+    gaps = [math.log(a / b) for a, b in zip(first, second, strict=True)]  # above zero: the second is cheaper
+    slower = int(gaps[-1] >= gaps[0])
+    if not slower:
+        gaps = [-gap for gap in gaps]
+    if gaps[-1] <= 0:
+        return slower, f"above {widths[-1]:g}"
+    last = max((at for at, gap in enumerate(gaps) if gap <= 0), default=None)
+    if last is None:
+        return slower, f"below {widths[0]:g}"
+    share = gaps[last] / (gaps[last] - gaps[last + 1])
+    low, high = math.log(widths[last]), math.log(widths[last + 1])
+    return slower, f"{math.exp(low + share * (high - low)):.0f}"
+
+
+def _short(method: str) -> str:
+    return method.removesuffix(" (paper)")
+
+
+def _slope(slopes: dict[str, dict[str, float | None]], method: str) -> float | None:
+    """The exponent that the paper speaks of."""
+    return slopes.get(method, {}).get(PROMISED[method][0])
+
+
+def _kept(slopes: dict[str, dict[str, float | None]], method: str) -> bool:
+    """Whether it is within its limits; what could not be measured is not."""
+    slope, (_, _, low, high) = _slope(slopes, method), PROMISED[method]
+    return slope is not None and low <= slope <= high
+
+
+def _limits(method: str) -> str:
+    part, power, low, high = PROMISED[method]
+    limits = f"{power}: {low:g} to {high:g}" if low > 0 else f"{power}: at most {high:g}"
+    return limits + (", beyond SGD" if part == "beyond" else "")
+
+
+def _exponent(slope: float | None) -> str:
+    return "-" if slope is None else f"{slope:.2f}"
+
+
+def _seconds(value: float | None) -> str:
+    """Three digits; what came out as nothing or less is not measurable."""
+    return "-" if value is None or value <= 0 else digits(value)

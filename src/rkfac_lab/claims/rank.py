@@ -1,0 +1,462 @@
+"""What is lost of a step by keeping the paper's 220 modes at the paper's damping, and what of a training?
+
+Truncation is exact here: no sketch blurs what the rank does. The modes that are not kept count as zero (the paper) or as their
+mean, and the averages are looked at with the identity they start from and without it, as they are after a long training.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from rkfac import linalg
+from rkfac_lab.claims import drawing, paper
+from rkfac_lab.claims.captured import Captured, Subject, apart, captured, rounded
+from rkfac_lab.claims.claim import FAILS, HOLDS, PARTLY, Claim, Found, Verdict
+from rkfac_lab.claims.desk import Desk
+from rkfac_lab.claims.text import around, counted, plain, share, table
+from rkfac_lab.config import RunConfig
+from rkfac_lab.record import Run
+
+Row = Mapping[str, Any]
+
+YOUNG, OLD = "with the identity", "without the identity"  # in the averages
+TAILS = ("zero", "trace")
+PAPERS = (0.1, "largest")  # damping
+SMALL_ERROR, LARGE_COSINE = 0.05, 0.995  # of a step that has lost nothing to speak of
+SPREAD = 0.02  # of a loss: as good as the same
+FINER = 1.25  # from one rank that is tried to the next
+EXACT, AUTO = "exact", "auto"
+
+
+class Modes(NamedTuple):
+    """A layer in the eigenbases of its factors: eigenvalues of both, descending, and the coordinates of the gradient."""
+
+    g: Tensor
+    a: Tensor
+    J: Tensor
+
+
+def modes(layer: Captured) -> Modes:
+    """With all of them."""
+    G, A = linalg.eigh(layer.G), linalg.eigh(layer.A)
+    return Modes(G.s, A.s, G.U.mT @ layer.J @ A.U)
+
+
+def without_identity(full: Modes, remnant: float) -> Modes:
+    """The identity has every basis for its own, so that only eigenvalues change."""
+    return full._replace(g=(full.g - remnant).clamp_min(0), a=(full.a - remnant).clamp_min(0))
+
+
+def truncated(values: Tensor, rank: int, tail: str) -> Tensor:
+    """The leading `rank` eigenvalues, and what stands for the others: zero, or their mean."""
+    if rank >= len(values):
+        return values
+    rest = values[rank:].mean() if tail == "trace" else values.new_zeros(())
+    return torch.cat([values[:rank], rest.expand(len(values) - rank)])
+
+
+def step(full: Modes, ranks: tuple[int, int], tail: str, damping: tuple[float, str]) -> Tensor:
+    """(G + l)^-1 J (A + l)^-1 in these coordinates, with so many modes of G and of A."""
+    amount, unit = damping
+    inverses = []
+    for values, rank in zip((full.g, full.a), ranks, strict=True):
+        size = values[0] if unit == "largest" else values.mean()
+        inverses.append(1 / (truncated(values, rank, tail) + amount * size))
+    return full.J * inverses[0][:, None] * inverses[1]
+
+
+def errors(full: Modes, rank: int, tail: str, damping: tuple[float, str]) -> tuple[float, float]:
+    """Relative error and cosine of the step with `rank` modes of each factor, against that with all."""
+    every = len(full.g), len(full.a)
+    return apart(step(full, (rank, rank), tail, damping), step(full, every, tail, damping))
+
+
+def is_enough(relative: float, cosine: float) -> bool:
+    """Whether a step has lost nothing to speak of."""
+    return relative < SMALL_ERROR and cosine > LARGE_COSINE
+
+
+def enough(full: Modes, tail: str, damping: tuple[float, str]) -> int:
+    """The smallest rank that is tried (a quarter more each time) from which on every step has lost nothing to speak of."""
+    most = max(len(full.g), len(full.a))
+    tried = sorted({min(most, math.ceil(FINER**k)) for k in range(math.ceil(math.log(most, FINER)) + 1)}, reverse=True)
+    found = most
+    for rank in tried:
+        if not is_enough(*errors(full, rank, tail, damping)):
+            break
+        found = rank
+    return found
+
+
+def automatic(values: Tensor, tail: str, damping: tuple[float, str]) -> int:
+    """What rank="auto" asks for of a spectrum, without a bound on it."""
+    amount, unit = damping
+    size = float(values[0] if unit == "largest" else values.mean())
+    rest: dict[str, Any] = {"trace": float(values.sum()), "d": len(values)} if tail == "trace" else {}
+    return linalg.sufficient_rank(values, amount * size, **rest)
+
+
+def measured(layer: Captured, ranks: Sequence[int], dampings: Sequence[tuple[float, str]]) -> Iterator[dict[str, Any]]:
+    """One row an average, damping and tail: what each rank costs, which is enough, and what the automatic rule keeps."""
+    young = modes(layer)
+    for average, full in ((YOUNG, young), (OLD, without_identity(young, layer.remnant))):
+        for damping in dampings:
+            for tail in TAILS:
+                found = [errors(full, rank, tail, damping) for rank in ranks]
+                kept = automatic(full.g, tail, damping), automatic(full.a, tail, damping)
+                every = len(full.g), len(full.a)
+                at_auto = apart(step(full, kept, tail, damping), step(full, every, tail, damping))
+                yield {
+                    "workload": layer.workload,
+                    "layer": layer.layer,
+                    "step": layer.step,
+                    "widths": [len(full.a), len(full.g)],
+                    "average": average,
+                    "damping": list(damping),
+                    "tail": tail,
+                    "relative": [rounded(relative) for relative, _ in found],
+                    "cosine": [rounded(cosine) for _, cosine in found],
+                    "enough": enough(full, tail, damping),
+                    "auto": {
+                        "ranks": [kept[1], kept[0]],
+                        "relative": rounded(at_auto[0]),
+                        "cosine": rounded(at_auto[1]),
+                    },
+                }
+
+
+@dataclass(frozen=True)
+class Rank(Claim):
+    """`subjects`: where factors come from; `fractions`: of the proportional rank; the others are those of the trainings."""
+
+    name: ClassVar[str] = "rank-220"
+    title: ClassVar[str] = "Rank 220 loses nothing at a tenth of the largest eigenvalue"
+    says: ClassVar[str] = (
+        "“We can choose (r + r_l) ≪ min(d_A, d_Γ) with minimal truncation error”: eigenvalues fall by 1.5 orders of magnitude "
+        "within the first 200, and what is below that is washed away by a damping of a tenth of the largest."
+    )
+
+    subjects: tuple[Subject, ...] = (
+        Subject(
+            "cifar10-vgg-small",
+            128,
+            0.3,
+            2,
+            ("features.10", "features.24", "features.37", "classifier.0"),
+            (10, 60, 160),
+        ),
+        Subject("fashion-autoencoder", 1000, 0.03, 2, ("1", "5", "14"), (10, 60, 160)),
+    )
+    fractions: tuple[float, ...] = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
+    dampings: tuple[tuple[float, str], ...] = (
+        (0.3, "largest"),
+        PAPERS,
+        (0.05, "largest"),
+        (0.01, "largest"),
+        (1.0, "mean"),
+    )
+    workload: str = "cifar10-mini"
+    widest: int = 64
+    steps: int = 300
+    seeds: int = 2
+    trained: tuple[float, ...] = (0.25, 1.0)  # of the proportional rank
+
+    def small(self) -> Rank:
+        """On the embedded digits."""
+        return replace(
+            self,
+            subjects=(Subject("digits-autoencoder", 256, 0.03, 1, ("3", "12"), (3, 20)),),
+            workload="digits-mlp",
+            steps=12,
+            seeds=1,
+            trained=(1.0,),
+        )
+
+    def rank(self, fraction: float = 1.0) -> int:
+        """Of the trainings: the paper's, in proportion."""
+        return max(1, round(fraction * paper.rank_at(self.widest)))
+
+    @property
+    def variants(self) -> dict[str, tuple[str, dict[str, Any]]]:
+        """Every training: which optimizer, and in what it differs from the paper's settings."""
+        wanted: dict[str, tuple[str, dict[str, Any]]] = {}
+        for average, start in ((YOUNG, "paper"), (OLD, "unbiased")):
+            wanted[_title(EXACT, None, average)] = "k-fac", {"factor_start": start}
+            for fraction in self.trained if average == YOUNG else (1.0,):
+                for tail in TAILS:
+                    given = {"factor_start": start, "rank": self.rank(fraction), "tail": tail}
+                    wanted[_title(str(self.rank(fraction)), tail, average)] = "rs-kfac", given
+        wanted[_title(AUTO, "zero", YOUNG)] = "rs-kfac", {"rank": "auto"}
+        return wanted
+
+    def _run(self, optimizer: str, arguments: dict[str, Any], seed: int) -> RunConfig:
+        last = max(1, self.steps // 6)  # the loss is a mean over these
+        length = {"epochs": self.steps, "max_steps": self.steps, "evaluate_every": self.steps, "evaluate_steps": last}
+        return paper.run(self.workload, optimizer, arguments, seed=seed, **length)
+
+    def measure(self, desk: Desk) -> dict[str, Any]:
+        """First the steps made of captured factors, then what an automatic rank keeps in the same trainings, then losses."""
+        rows: list[dict[str, Any]] = []
+        subjects = [Subject(*values) for values in self.subjects]
+        for subject in subjects:
+            ranks = [max(1, round(fraction * subject.rank)) for fraction in self.fractions]
+            for layer in captured(desk, subject):
+                title = f"truncated {layer.workload} layer {layer.layer} step {layer.step}"
+                rows += desk.part(title, partial(_listed, layer, ranks, self.dampings))
+        automatic_runs = desk.train({f"auto rank {s.workload}": s.run(rank=AUTO) for s in subjects})
+        kept = {s.workload: _kept(automatic_runs.get(f"auto rank {s.workload}"), s.layers) for s in subjects}
+        wanted = {
+            f"{title} seed {seed}": self._run(optimizer, arguments, seed)
+            for seed in range(self.seeds)
+            for title, (optimizer, arguments) in self.variants.items()
+        }
+        runs = desk.train(wanted)
+        losses = [
+            {"variant": title, "seed": seed, **_outcome(run)}
+            for title in self.variants
+            for seed in range(self.seeds)
+            if (run := runs.get(f"{title} seed {seed}")) is not None
+        ]
+        return {"rows": rows, "kept": kept, "losses": losses}
+
+    # --- what was found
+
+    def judged(self, found: Found, average: str = YOUNG, tail: str | None = None) -> list[float]:
+        """Relative errors of the step at the paper's damping and the proportional rank, one a layer and time."""
+        position = self.fractions.index(1.0)
+        tails = TAILS if tail is None else (tail,)
+        return [row["relative"][position] for one in tails for row in _rows(found, average=average, tail=one)]
+
+    def _losses(self, found: Found, title: str, what: str = "loss") -> list[float]:
+        """Seed by seed; what diverged has none."""
+        return [row[what] for row in found["losses"] if row["variant"] == title and row[what] is not None]
+
+    def excess(self, found: Found, tail: str, average: str = YOUNG) -> tuple[float, float] | None:
+        """How much larger the loss is at the proportional rank than with all modes, relatively, and what may be chance."""
+        exact = self._losses(found, _title(EXACT, None, average))
+        ours = self._losses(found, _title(str(self.rank()), tail, average))
+        if not exact or len(ours) < len(exact):
+            return None
+        mean = statistics.fmean(exact)
+        spread = max(statistics.stdev(values) if len(values) > 1 else 0.0 for values in (exact, ours))
+        return (statistics.fmean(ours) - mean) / mean, max(SPREAD, spread / mean)
+
+    def step_is_kept(self, found: Found) -> bool:
+        """Whether every layer's step is, with both tails."""
+        errors_found = self.judged(found)
+        return bool(errors_found) and all(error < SMALL_ERROR for error in errors_found)
+
+    def loss_is_kept(self, found: Found) -> bool:
+        """Whether the loss is no larger than with all modes, with both tails."""
+        excesses = [self.excess(found, tail) for tail in TAILS]
+        return all(excess is not None and excess[0] <= excess[1] for excess in excesses)
+
+    def verdict(self, found: Found) -> Verdict:
+        """Holds: every step within 5 % and the loss within the spread; partly: one of the two."""
+        word = {2: HOLDS, 1: PARTLY, 0: FAILS}[self.step_is_kept(found) + self.loss_is_kept(found)]
+        where = " and ".join(f"{subject[0]} (rank {Subject(*subject).rank})" for subject in self.subjects)
+        runs = f"{counted(self.steps, 'step')} of {self.workload}, rank {self.rank()}, {counted(self.seeds, 'seed')}"
+        return Verdict(word, f"factors of {where}; {runs}", self._why(found))
+
+    def _why(self, found: Found) -> str:
+        told = []
+        for average in (YOUNG, OLD):
+            parts = []
+            for tail in TAILS:
+                values = self.judged(found, average, tail)
+                good = sum(value < SMALL_ERROR for value in values)
+                parts.append(f"{good} of {len(values)} (largest {share(max(values, default=None))}) with a {tail} tail")
+            told.append(f"Of averages {average} the step is within {share(SMALL_ERROR, 0)} in {' and '.join(parts)}.")
+        losses = []
+        for tail in TAILS:
+            excess = self.excess(found, tail)
+            losses.append(f"{tail} tail: -" if excess is None else f"{tail} tail: {100 * excess[0]:+.1f} %")
+        return " ".join(told) + f" The loss after {self.steps} steps against that of all modes: {', '.join(losses)}."
+
+    # --- what is read
+
+    def page(self, found: Found) -> str:
+        """Errors against rank, then against damping, which rank is enough, and losses."""
+        return f"""
+The paper keeps 220 modes of factors of layers up to 512 channels wide; here the rank is as many in proportion to the widest
+layer. A step is S = (G + l)^-1 J (A + l)^-1, J the gradient of one batch, with both factors truncated to that rank, exactly and
+not by a sketch, compared with the step of all modes. What stands for the modes that are not kept is zero (the paper) or their
+mean, so that the trace stays what it was (tail "trace").
+
+Factors and gradients were kept at several steps of a training by RS-KFAC with the paper's settings, but for statistics every
+other step, and on the autoencoder a tenth of the rate, for at the paper's the loss goes up first. The averages start from the
+identity, whose remnant is a floor under all eigenvalues. With it a zero tail is wrong by that floor, and a spectrum may be flat;
+in the paper's training it takes up to 26 epochs until it is gone from the output factors. All is therefore said twice: of the
+averages as they are, and with the identity taken out, as late in a long training. The verdict looks at the first.
+
+## The step at the paper's damping, by rank
+
+Relative error, median and (largest) over layers and times:
+
+{self._by_rank(found)}
+
+![error against rank]({self.name}-steps.png)
+
+## By damping, at the proportional rank
+
+Relative error and cosine, medians over layers and times:
+
+{self._by_damping(found)}
+
+## Which rank is enough
+
+The smallest with a relative error below {share(SMALL_ERROR, 0)} and a cosine above {LARGE_COSINE} at the paper's damping, at the
+last time looked at (ranks are tried in steps of a quarter), for zero and trace tail. Beside it the ranks (input, output) that the
+rule of rank="auto" asks for of the same factors, and whether they are enough in the same sense; and what rank="auto" kept at the
+end of the same training with a zero tail, where it is at most 256 and what the batch makes affordable.
+
+{self._enough(found)}
+
+{self._finds(found)}
+
+## The loss after {self.steps} steps
+
+{self.workload} with the paper's settings, proportional rank {self.rank()}, mean and standard deviation over
+{counted(self.seeds, "seed")}. The training loss is the mean over the last sixth of the steps. Without the identity: averages that
+are free of their start from the beginning (factor_start="unbiased").
+
+{self._trained_table(found)}
+"""
+
+    def _by_rank(self, found: Found) -> str:
+        lines = []
+        for subject in (Subject(*values) for values in self.subjects):
+            for average in (YOUNG, OLD):
+                for tail in TAILS:
+                    rows = _rows(found, workload=subject.workload, average=average, tail=tail)
+                    columns = zip(*(row["relative"] for row in rows), strict=True)
+                    cells = [f"{share(statistics.median(values))} ({share(max(values))})" for values in columns]
+                    lines.append([subject.workload, average, tail, *cells])
+        ranks = [f"{fraction:g} r" for fraction in self.fractions]
+        proportional = ", ".join(f"{Subject(*values).rank} on {values[0]}" for values in self.subjects)
+        return f"{table(['', 'averages', 'tail', *ranks], lines, left=3)}\n\nThe proportional rank r is {proportional}."
+
+    def _by_damping(self, found: Found) -> str:
+        position, lines = self.fractions.index(1.0), []
+        for damping in self.dampings:
+            cells = []
+            for average in (YOUNG, OLD):
+                for tail in TAILS:
+                    rows = _rows(found, damping, average=average, tail=tail)
+                    relative, cosine = (
+                        statistics.median(row[what][position] for row in rows) if rows else None
+                        for what in ("relative", "cosine")
+                    )
+                    cells.append(f"{share(relative)}, {plain(cosine, 4)}")
+            lines.append([f"{damping[0]:g} of the {damping[1]}", *cells])
+        header = ["damping", *(f"{average}, {tail} tail" for average in (YOUNG, OLD) for tail in TAILS)]
+        return table(header, lines)
+
+    def _last(self, found: Found, average: str, tail: str) -> list[tuple[Row, Sequence[int] | None]]:
+        """Rows of the last time, and what an automatic rank kept of that layer in a training."""
+        shown: list[tuple[Row, Sequence[int] | None]] = []
+        for subject in (Subject(*values) for values in self.subjects):
+            rows = _rows(found, workload=subject.workload, average=average, tail=tail, step=max(subject.steps))
+            shown += [(row, found["kept"].get(subject.workload, {}).get(row["layer"])) for row in rows]
+        return shown
+
+    def _enough(self, found: Found) -> str:
+        lines = []
+        for average in (YOUNG, OLD):
+            both = zip(self._last(found, average, "zero"), self._last(found, average, "trace"), strict=True)
+            for (zero, kept), (trace, _) in both:
+                cells = [f"{zero['enough']}, {trace['enough']}"]
+                for row in (zero, trace):
+                    says = "enough" if is_enough(row["auto"]["relative"], row["auto"]["cosine"]) else "not enough"
+                    cells.append(f"{_pair(row['auto']['ranks'])}: {says}")
+                training = _pair(kept) if average == YOUNG and kept else ""
+                lines.append([zero["workload"], zero["layer"], average, _pair(zero["widths"]), *cells, training])
+        header = ["", "layer", "averages", "widths", "enough", "auto's rule, zero tail", "auto's rule, trace tail"]
+        return table([*header, "kept in training"], lines, left=3)
+
+    def _finds(self, found: Found) -> str:
+        """Whether the automatic rule finds the rank that is enough, in one sentence."""
+        told = []
+        for tail in TAILS:
+            rows = [row for average in (YOUNG, OLD) for row, _ in self._last(found, average, tail)]
+            good = sum(is_enough(row["auto"]["relative"], row["auto"]["cosine"]) for row in rows)
+            error = statistics.median(row["auto"]["relative"] for row in rows) if rows else None
+            told.append(f"with a {tail} tail in {good} of {len(rows)} cases (median error {share(error)})")
+        return (
+            f"The automatic rule keeps enough {' and '.join(told)}. It lets a discarded mode change the inverse by a tenth, "
+            f"where {share(SMALL_ERROR, 0)} of the step are asked for here."
+        )
+
+    def _trained_table(self, found: Found) -> str:
+        lines = [
+            [title, around(self._losses(found, title)), around(self._losses(found, title, "test_loss"))]
+            for title in self.variants
+        ]
+        return table(["", "training loss", "test loss"], lines)
+
+    def pictures(self, found: Found) -> dict[str, Figure]:
+        """Error of the step against the rank at the paper's damping, every layer at its last time."""
+        cases = [(average, tail) for average in (YOUNG, OLD) for tail in TAILS]
+        figure, frames = drawing.panels(
+            len(cases), across="rank / proportional rank", up="relative error of the step", same_height=True
+        )
+        for axes, (average, tail) in zip(frames, cases, strict=True):
+            for position, (row, _) in enumerate(self._last(found, average, tail)):
+                points = [(x, y) for x, y in zip(self.fractions, row["relative"], strict=True) if y > 1e-5]
+                if points:
+                    label = f"{row['workload']} {row['layer']}"
+                    axes.plot(*zip(*points, strict=True), **drawing.look(position, marked=True), label=label)
+            drawing.note(axes, [(SMALL_ERROR, share(SMALL_ERROR, 0))])
+            drawing.logarithmic(axes.yaxis)
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(self.fractions, [f"{fraction:g}" for fraction in self.fractions])
+            axes.set_title(f"{average}, {tail} tail")
+        frames[-1].legend(frameon=False, fontsize=9)
+        return {"steps": figure}
+
+
+def _listed(*given: Any) -> list[dict[str, Any]]:
+    return list(measured(*given))
+
+
+def _title(rank: str, tail: str | None, average: str) -> str:
+    named = "all modes" if rank == EXACT else f"rank {rank}, {tail} tail"
+    return f"{named}, {average}"
+
+
+def _rows(found: Found, damping: Sequence[Any] = PAPERS, **own: Any) -> list[Row]:
+    """Rows with this damping and these values."""
+    return [
+        row
+        for row in found["rows"]
+        if tuple(row["damping"]) == tuple(damping) and all(row[key] == wanted for key, wanted in own.items())
+    ]
+
+
+def _kept(run: Run | None, layers: Sequence[str]) -> dict[str, list[int]]:
+    """Ranks of input and output at the end of a training, by layer."""
+    if run is None or not run.layers:
+        return {}
+    last = {record["name"]: record for record in run.layers[-1]["layers"]}
+    return {name: [last[name]["rank_input"], last[name]["rank_output"]] for name in layers if name in last}
+
+
+def _outcome(run: Run) -> dict[str, Any]:
+    ended = run.summary["status"] == "finished"
+    return {
+        "loss": run.epochs[-1]["train_loss"] if ended else None,
+        "test_loss": run.epochs[-1]["test_loss"] if ended else None,
+    }
+
+
+def _pair(values: Sequence[Any]) -> str:
+    return ", ".join(map(str, values))

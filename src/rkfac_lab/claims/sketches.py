@@ -1,0 +1,488 @@
+"""Is RSVD more accurate than SREVD when both may multiply by the matrix equally often, and does a training notice?
+
+The published codes give RSVD ten products with the factor and SREVD five, and orthonormalise between them in the one alone.
+Here both have the same range finder and the same number of products; what differs is what is read off at the end.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from rkfac import linalg
+from rkfac.linalg import LowRank
+from rkfac_lab.claims import drawing, paper
+from rkfac_lab.claims.captured import Captured, Subject, apart, captured, rounded, step_of
+from rkfac_lab.claims.claim import FAILS, HOLDS, PARTLY, Claim, Found, Verdict
+from rkfac_lab.claims.desk import Desk
+from rkfac_lab.claims.text import around, counted, percent_around, plain, share, table
+from rkfac_lab.config import RunConfig
+from rkfac_lab.record import Run
+
+Row = Mapping[str, Any]
+
+RSVD, U_SIDE, SREVD, NYSTROM = "RSVD", "RSVD, U side", "SREVD", "Nyström"
+PUBLISHED_RSVD, PUBLISHED_SREVD = "RSVD as published", "SREVD as published"
+YOUNG, OLD = "with the identity", "without the identity"  # in the averages
+DAMPING = 0.1  # of the largest eigenvalue, the paper's
+ROUNDING = 1e-5  # below this two errors of float32 sketches are the same
+NEARLY_ALL = 0.95
+# What is compared, where a row has it (in its factors or of its step), and how tables call it.
+MEASURES = {"values": "eigenvalues", "lost": "trace lost", "relative": "step"}
+
+
+# --- the sketches
+
+
+def basis(
+    X: Tensor, width: int, multiplications: int, generator: torch.Generator, *, orthonormalised: bool = True
+) -> Tensor:
+    """Orthonormal columns of X^multiplications times a Gaussian; `orthonormalised`: after every product, not at the end alone."""
+    unit = X / torch.linalg.matrix_norm(X)  # powers of a small matrix would leave float32
+    Q = torch.randn(X.shape[-1], width, dtype=X.dtype, generator=generator)
+    for _ in range(multiplications):
+        Q = unit @ Q
+        if orthonormalised:
+            Q = torch.linalg.qr(Q)[0]
+    return torch.linalg.qr(Q)[0]
+
+
+def u_side(X: Tensor, rank: int, oversampling: int, products: int, generator: torch.Generator) -> LowRank:
+    """Q W and Sigma of Q^T X = W Sigma V^T: what PyTorch of 2022 returned as the V of a square matrix."""
+    Q = basis(X, rank + oversampling, products - 1, generator)
+    _, sigma, W = torch.linalg.svd(X @ Q, full_matrices=False)  # of the transpose, X being symmetric
+    return LowRank(Q @ W.mT[:, :rank], sigma[:rank])
+
+
+def plain_srevd(X: Tensor, rank: int, oversampling: int, products: int, generator: torch.Generator) -> LowRank:
+    """SREVD whose power iterations are not orthonormalised between products."""
+    Q = basis(X, rank + oversampling, products - 1, generator, orthonormalised=False)
+    theta, Y = torch.linalg.eigh(Q.mT @ X @ Q)
+    return LowRank((Q @ Y.flip(-1))[:, :rank], theta.flip(-1)[:rank].clamp_min(0))
+
+
+def _by_products(method: Callable[..., LowRank]) -> Callable[..., LowRank]:
+    """One of the library's sketches, which multiply once more than their power iterations."""
+
+    def sketch(X: Tensor, rank: int, oversampling: int, products: int, generator: torch.Generator) -> LowRank:
+        return method(X, rank, oversampling, products - 1, generator=generator)
+
+    return sketch
+
+
+METHODS: dict[str, Callable[..., LowRank]] = {
+    RSVD: _by_products(linalg.rsvd),
+    U_SIDE: u_side,
+    SREVD: _by_products(linalg.srevd),
+    NYSTROM: _by_products(linalg.nystrom),
+}
+PUBLISHED: dict[str, tuple[Callable[..., LowRank], int]] = {
+    PUBLISHED_RSVD: (u_side, 10),
+    PUBLISHED_SREVD: (plain_srevd, 5),
+}
+
+
+def sketched(
+    method: Callable[..., LowRank], X: Tensor, exact: LowRank, rank: int, oversampling: int, products: int, seed: int
+) -> LowRank:
+    """In float32, as a training does it; the exact one where the sketch would be as wide as the matrix."""
+    if rank + oversampling >= exact.dim:
+        return exact.truncate(rank)
+    low = method(X.float(), rank, oversampling, products, generator=torch.Generator().manual_seed(seed))
+    return LowRank(low.U.double(), low.s.double())
+
+
+# --- their errors
+
+
+class FactorErrors(NamedTuple):
+    """Of the kept eigenvalues (their sum is one), of the trace that the best rank-r basis holds, sine of the largest angle."""
+
+    values: float
+    lost: float
+    angle: float
+
+
+def factor_errors(low: LowRank, exact: LowRank) -> FactorErrors:
+    """Of a sketch against all eigenpairs of its matrix."""
+    best = exact.s[: low.rank]
+    values = (low.s - best).abs().sum() / best.sum()  # of each alone it would be rounding where modes are nearly zero
+    overlap = exact.U.mT @ torch.linalg.qr(low.U)[0]
+    lost = 1 - (exact.s[:, None] * overlap.square()).sum() / best.sum()
+    outside = overlap[low.rank :]
+    sine = torch.linalg.matrix_norm(outside, 2) if len(outside) else torch.zeros(())
+    return FactorErrors(rounded(float(values)), rounded(max(0.0, float(lost))), rounded(min(1.0, float(sine))))
+
+
+def measured(
+    layer: Captured, rank: int, oversampling: int, counts: Sequence[int], seeds: int
+) -> Iterator[dict[str, Any]]:
+    """One row a method and number of products: means over the sketches of several seeds."""
+    exact = {"A": linalg.eigh(layer.A), "G": linalg.eigh(layer.G)}
+    whole = step_of(exact["G"], exact["A"], layer.J, DAMPING)
+    cut = step_of(exact["G"].truncate(rank), exact["A"].truncate(rank), layer.J, DAMPING)
+    matrices = {"A": layer.A, "G": layer.G}
+    wide = [side for side in matrices if exact[side].dim > rank + oversampling]
+    tried = [(name, method, products) for name, method in METHODS.items() for products in counts]
+    tried += [(name, method, products) for name, (method, products) in PUBLISHED.items()]
+    for name, method, products in tried:
+        factors: dict[str, list[FactorErrors]] = {side: [] for side in wide}
+        against: dict[str, list[tuple[float, float]]] = {"truncated": [], "exact": []}
+        for seed in range(seeds):
+            low = {
+                side: sketched(method, X, exact[side], rank, oversampling, products, seed)
+                for side, X in matrices.items()
+            }
+            for side in wide:
+                factors[side].append(factor_errors(low[side], exact[side]))
+            step = step_of(low["G"], low["A"], layer.J, DAMPING)
+            for truth, reference in (("truncated", cut), ("exact", whole)):
+                against[truth].append(apart(step, reference))
+        yield {
+            "workload": layer.workload,
+            "layer": layer.layer,
+            "step": layer.step,
+            "average": YOUNG if layer.remnant else OLD,
+            "method": name,
+            "products": products,
+            "factors": {side: _means(FactorErrors._fields, found) for side, found in factors.items()},
+            **{truth: _means(("relative", "cosine"), found) for truth, found in against.items()},
+        }
+
+
+def _means(names: Sequence[str], found: Sequence[Sequence[float]]) -> dict[str, float]:
+    return {
+        name: rounded(statistics.fmean(values)) for name, values in zip(names, zip(*found, strict=True), strict=True)
+    }
+
+
+# --- the claim
+
+
+@dataclass(frozen=True)
+class Sketches(Claim):
+    """`subjects`: where factors come from; `products`: how often a sketch multiplies; the others are those of the trainings."""
+
+    name: ClassVar[str] = "rsvd-srevd"
+    title: ClassVar[str] = "RSVD is more accurate than SREVD"
+    says: ClassVar[str] = (
+        "“The projection error is larger for SREVD than for RSVD”, whose own is “virtually zero”; “SRE-KFAC takes more epochs to "
+        "reach a target accuracy than RS-KFAC. This is due to SRE-KFAC further introducing a projection error.”"
+    )
+
+    subjects: tuple[Subject, ...] = (
+        Subject("cifar10-vgg-small", 128, 0.3, 2, ("features.10", "features.24", "features.37"), (10, 60, 160)),
+        Subject("fashion-autoencoder", 1000, 0.03, 2, ("1", "5", "14"), (10, 60, 160)),
+    )
+    products: tuple[int, ...] = (2, 5, 10)
+    sketch_seeds: int = 2
+    oversampling: int = paper.OVERSAMPLING
+    workload: str = "cifar10-mini"
+    widest: int = 64
+    epochs: int = 4
+    seeds: int = 3
+    target: float = 0.60
+    equal: tuple[int, ...] = (5,)  # products of both optimizers
+    published: tuple[int, int] = (10, 5)  # of RS-KFAC and SRE-KFAC
+
+    def small(self) -> Sketches:
+        """On the embedded digits."""
+        return replace(
+            self,
+            subjects=(Subject("digits-autoencoder", 256, 0.03, 1, ("3", "12"), (3, 20)),),
+            products=(2, 5),
+            sketch_seeds=1,
+            workload="digits-mlp",
+            epochs=2,
+            seeds=2,
+            target=0.85,
+            equal=(2, 5),
+        )
+
+    @property
+    def rank(self) -> int:
+        """Of the trainings: the paper's, in proportion."""
+        return paper.rank_at(self.widest)
+
+    @property
+    def variants(self) -> dict[str, tuple[str, int]]:
+        """Every training: which optimizer, and how many products with each factor."""
+        wanted = [pair for products in self.equal for pair in (("rs-kfac", products), ("sre-kfac", products))]
+        wanted += [("rs-kfac", self.published[0]), ("sre-kfac", self.published[1])]
+        return {_title(optimizer, products): (optimizer, products) for optimizer, products in wanted}
+
+    def _run(self, optimizer: str, products: int, seed: int) -> RunConfig:
+        given = {"rank": self.rank, "oversampling": self.oversampling, "power_iterations": products - 1}
+        return paper.run(self.workload, optimizer, given, epochs=self.epochs, seed=seed)
+
+    def measure(self, desk: Desk) -> dict[str, Any]:
+        """First the sketches of captured factors, layer by layer, then the trainings."""
+        rows: list[dict[str, Any]] = []
+        for subject in (Subject(*values) for values in self.subjects):
+            for layer in captured(desk, subject):
+                for average, looked_at in ((YOUNG, layer), (OLD, layer.free())):
+                    given = (looked_at, subject.rank, self.oversampling, self.products, self.sketch_seeds)
+                    title = f"sketches of {layer.workload} layer {layer.layer} step {layer.step} {average}"
+                    rows += desk.part(title, partial(_listed, *given))
+        wanted = {
+            f"{title} seed {seed}": self._run(optimizer, products, seed)
+            for seed in range(self.seeds)
+            for title, (optimizer, products) in self.variants.items()
+        }
+        runs = desk.train(wanted)
+        trained = [
+            {"variant": title, "seed": seed, **self._outcome(run)}
+            for title in self.variants
+            for seed in range(self.seeds)
+            if (run := runs.get(f"{title} seed {seed}")) is not None
+        ]
+        return {"rows": rows, "trained": trained}
+
+    def _outcome(self, run: Run) -> dict[str, Any]:
+        curve = [[line["step"], line["test_accuracy"]] for line in run.epochs]
+        first = next((step for step, accuracy in curve if accuracy >= self.target), None)
+        finished = run.summary["status"] == "finished" and curve
+        return {"steps": first, "end": curve[-1][1] if finished else None, "curve": curve}
+
+    # --- what was found
+
+    def _compared(self, found: Found, measure: str, products: int | None = None) -> list[tuple[float, float]]:
+        """Errors of RSVD and of SREVD at the same number of products, one pair a factor or a step."""
+        own = {(*_case(row), row["method"]): row for row in found["rows"]}
+        counts = self.products if products is None else (products,)
+        pairs = [
+            (row, own[(*_case(row), SREVD)])
+            for row in found["rows"]
+            if row["method"] == RSVD and row["products"] in counts
+        ]
+        if measure == "relative":
+            return [
+                (one["truncated"]["relative"], other["truncated"]["relative"]) for one, other in pairs if one["factors"]
+            ]
+        return [
+            (errors[measure], other["factors"][side][measure])
+            for one, other in pairs
+            for side, errors in one["factors"].items()
+        ]
+
+    def better(self, found: Found, measure: str, products: int | None = None) -> float | None:
+        """The share of all cases in which RSVD has the smaller error; None where no two errors differ by more than rounding."""
+        told = [(one, other) for one, other in self._compared(found, measure, products) if max(one, other) > ROUNDING]
+        return sum(one < other for one, other in told) / len(told) if told else None
+
+    def _gain(self, found: Found, products: int) -> dict[str, tuple[float, float]]:
+        """By how much RS-KFAC is ahead of SRE-KFAC at the same products, and the spread of the seeds, by what is looked at."""
+        pair = [self._trained(found, _title(optimizer, products)) for optimizer in ("rs-kfac", "sre-kfac")]
+        gains = {}
+        for what, sign in (("end", 1), ("steps", -1)):
+            ours, theirs = ([row[what] for row in rows] for rows in pair)
+            if ours and theirs and None not in ours and None not in theirs:
+                ahead = sign * (statistics.fmean(ours) - statistics.fmean(theirs))
+                gains[what] = ahead, max(_spread(ours), _spread(theirs))
+        return gains
+
+    def _trained(self, found: Found, title: str) -> list[Row]:
+        return [row for row in found["trained"] if row["variant"] == title]
+
+    def accurate(self, found: Found) -> bool:
+        """Whether RSVD has the smaller error in nearly all cases, of eigenvalues, of the subspace and of the step."""
+        return all((self.better(found, measure) or 0.0) >= NEARLY_ALL for measure in MEASURES)
+
+    def shows(self, found: Found) -> bool:
+        """Whether RS-KFAC is ahead by more than the seeds' spread at one number of products, and behind by that at none."""
+        gains = [gain for products in self.equal for gain in self._gain(found, products).values()]
+        return any(ahead > spread for ahead, spread in gains) and not any(-ahead > spread for ahead, spread in gains)
+
+    def verdict(self, found: Found) -> Verdict:
+        """Holds: more accurate in nearly all cases, and a training shows it; partly: the first alone."""
+        accurate = self.accurate(found)
+        word = HOLDS if accurate and self.shows(found) else PARTLY if accurate else FAILS
+        where = " and ".join(f"{subject[0]} (rank {Subject(*subject).rank})" for subject in self.subjects)
+        runs = f"trainings of {self.workload}, rank {self.rank}, {counted(self.epochs, 'epoch')}, {counted(self.seeds, 'seed')}"
+        return Verdict(word, f"factors of {where}; {runs}", self._why(found))
+
+    def _why(self, found: Found) -> str:
+        shares = ", ".join(f"{name} {share(self.better(found, measure), 0)}" for measure, name in MEASURES.items())
+        told = f"At equal products RSVD has the smaller error in these shares of all cases: {shares}. "
+        for average in (YOUNG, OLD):
+            own = {"average": average, "products": self.products[0]}
+            errors = [
+                f"{plain(_median(found['rows'], _relative, method=m, **own))} ({m})" for m in (RSVD, SREVD, NYSTROM)
+            ]
+            told += f"Of averages {average} the step with {counted(self.products[0], 'product')} has these relative errors, "
+            told += f"medians, against that of the exact modes: {', '.join(errors)}. "
+        gains = [
+            f"{100 * gain['end'][0]:+.1f} points with {counted(products, 'product')} (seeds vary by {100 * gain['end'][1]:.1f})"
+            for products in self.equal
+            if "end" in (gain := self._gain(found, products))
+        ]
+        return told + (f"RS-KFAC ends {' and '.join(gains)} from SRE-KFAC." if gains else "No pair of trainings ended.")
+
+    # --- what is read
+
+    def page(self, found: Found) -> str:
+        """How often the one is better, how large the errors are, what a training makes of it."""
+        ours = [
+            [name, *(share(self.better(found, measure, products), 0) for products in self.products)]
+            for measure, name in MEASURES.items()
+        ]
+        workloads = "\n\n".join(
+            self._errors(found, Subject(*subject), average) for subject in self.subjects for average in (YOUNG, OLD)
+        )
+        trained = [
+            [
+                title,
+                str(products),
+                self._came(rows),
+                percent_around([row["end"] for row in rows if row["end"] is not None]),
+            ]
+            for title, (_, products) in self.variants.items()
+            if (rows := self._trained(found, title))
+        ]
+        return f"""
+Both methods look for a basis Q of the range of a factor X by multiplying Gaussian columns by X, with one orthonormalisation after
+every product, and multiply once more for Z = X Q. SREVD takes the eigenpairs of Q^T Z and stays in the span of Q. RSVD takes
+singular pairs of Z; its V side lies in the span of X Q, one multiplication further, its U side in that of Q. Nyström makes
+Z (Q^T Z)^-1 Z^T of the same Z. The number of products with X, which is what a sketch costs, is the same for all of them here.
+
+As published the two did not have the same: RSVD had 10 products (and, with PyTorch of 2022, the U side), SREVD had 5 without an
+orthonormalisation between them. Both are rows of their own below.
+
+Factors and gradients were kept at several steps of a training by RS-KFAC with the paper's settings, but for statistics every
+other step, and on the autoencoder a tenth of the rate, for at the paper's the loss goes up first. The averages start from the
+identity, which adds a flat floor to their spectra that a sketch finds no subspace in; in the paper's training it takes up to 26
+epochs until that is gone from the output factors. Every factor is therefore looked at twice: as it is, and with the identity
+taken out, as it would be late in a long training. Sketches are made in float32, oversampled by {self.oversampling}, and compared
+with float64; numbers are means over {counted(self.sketch_seeds, "sketch seed")}.
+
+## How often RSVD (V side) is nearer than SREVD
+
+{table(["smaller error of", *(counted(products, "product") for products in self.products)], ours)}
+
+One case is a factor (eigenvalues, trace) or a layer's step at one time. Cases in which both errors are below {ROUNDING:g}, the
+rounding of float32, are left out; a dash: all of them.
+
+## How large the errors are
+
+Medians over layers and times. *Eigenvalues*: sum of the errors of those kept, in units of their sum. *Trace lost*: how much less
+of the trace the basis holds than the best one of its rank does. *Angle*: sine of the largest angle between the two subspaces
+(near 1 wherever the eigenvalues at the cut are close to each other, and then of no consequence). *Step*: relative error and
+cosine of (G + l)^-1 J (A + l)^-1 at a damping of a tenth of the largest eigenvalue, against the exact factors truncated at the
+same rank (the paper's projection error) and against the exact factors with all modes.
+
+{workloads}
+
+![errors against products]({self.name}-errors.png)
+
+## What a training makes of it
+
+{self.workload}, {counted(self.epochs, "epoch")} at the paper's settings, rank {self.rank}, {counted(self.seeds, "seed")}.
+The optimizers here always orthonormalise, and take the V side.
+
+{table(["", "products", f"steps to {100 * self.target:g} %", "accuracy at the end"], trained)}
+
+A dash: not in every seed.
+
+![training]({self.name}-training.png)
+"""
+
+    def _errors(self, found: Found, subject: Subject, average: str) -> str:
+        here = [row for row in found["rows"] if row["workload"] == subject.workload and row["average"] == average]
+        lines = []
+        for method, products in dict.fromkeys((row["method"], row["products"]) for row in here):
+            own: dict[str, Any] = {"method": method, "products": products}
+            factors = [_median(here, partial(_of_factors, name), **own) for name in FactorErrors._fields]
+            steps = [
+                _median(here, partial(_of_step, truth, what), **own)
+                for truth in ("truncated", "exact")
+                for what in ("relative", "cosine")
+            ]
+            shown = [plain(value, digits) for value, digits in zip(steps, (2, 4, 2, 4), strict=True)]
+            lines.append([method, str(products), *(plain(value, 2) for value in factors), *shown])
+        lines.sort(key=lambda line: int(line[1]))
+        header = ["", "products", "eigenvalues", "trace lost", "angle"]
+        header += ["step against truncated", "cosine", "step against exact", "cosine"]
+        sizes = f"Rank {subject.rank}, lr {subject.lr:g}, layers {', '.join(subject.layers)} after "
+        sizes += f"{', '.join(map(str, subject.steps))} steps."
+        return f"### {subject.workload}, {average}\n\n{sizes}\n\n{table(header, lines)}"
+
+    def _came(self, rows: Sequence[Row]) -> str:
+        steps = [row["steps"] for row in rows]
+        return "-" if None in steps else around(steps)
+
+    def pictures(self, found: Found) -> dict[str, Figure]:
+        """Errors against products by workload, and accuracy against steps."""
+        return {"errors": self._error_picture(found), "training": self._training_picture(found)}
+
+    def _error_picture(self, found: Found) -> Figure:
+        cases = list(dict.fromkeys((row["workload"], row["average"]) for row in found["rows"]))
+        up = "error of the step (against truncated)"
+        figure, frames = drawing.panels(len(cases), across="products with the factor", up=up, same_height=True)
+        for axes, (workload, average) in zip(frames, cases, strict=True):
+            here = [row for row in found["rows"] if row["workload"] == workload and row["average"] == average]
+            for position, method in enumerate((*METHODS, *PUBLISHED)):
+                own = [row for row in here if row["method"] == method]
+                counts = sorted({row["products"] for row in own})
+                heights = [_median(own, _relative, products=products) for products in counts]
+                points = [(x, max(y, ROUNDING / 10)) for x, y in zip(counts, heights, strict=True) if y is not None]
+                if points:
+                    axes.plot(*zip(*points, strict=True), **drawing.look(position, marked=True), label=method)
+            drawing.logarithmic(axes.yaxis)
+            axes.set_xticks(sorted({row["products"] for row in here}))
+            axes.set_title(f"{workload}, {average}")
+        frames[-1].legend(frameon=False, fontsize=9)
+        return figure
+
+    def _training_picture(self, found: Found) -> Figure:
+        figure, (axes,) = drawing.panels(1, across="step", up="test accuracy")
+        for position, title in enumerate(self.variants):
+            curves = [dict(map(tuple, row["curve"])) for row in self._trained(found, title)]
+            steps = sorted(set.intersection(*(set(curve) for curve in curves))) if curves else []
+            means = [statistics.fmean(curve[step] for curve in curves) for step in steps]
+            axes.plot(steps, means, **drawing.look(position), label=title)
+        drawing.note(axes, [(self.target, f"{100 * self.target:g} %")])
+        axes.set_title(f"{self.workload}, rank {self.rank}: mean over {counted(self.seeds, 'seed')}")
+        axes.legend(frameon=False, fontsize=9, loc="lower right")
+        return figure
+
+
+def _listed(*given: Any) -> list[dict[str, Any]]:
+    return list(measured(*given))
+
+
+def _title(optimizer: str, products: int) -> str:
+    return f"{optimizer.upper()}, {counted(products, 'product')}"
+
+
+def _case(row: Row) -> tuple[Any, ...]:
+    return tuple(row[key] for key in ("workload", "layer", "step", "average", "products"))
+
+
+def _spread(values: Sequence[float]) -> float:
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def _of_factors(name: str, row: Row) -> list[float]:
+    return [errors[name] for errors in row["factors"].values()]
+
+
+def _of_step(truth: str, what: str, row: Row) -> list[float]:
+    """A layer without a factor wide enough for a sketch says nothing about sketches."""
+    return [row[truth][what]] if row["factors"] else []
+
+
+def _relative(row: Row) -> list[float]:
+    return _of_step("truncated", "relative", row)
+
+
+def _median(rows: Sequence[Row], read: Callable[[Row], list[float]], **own: Any) -> float | None:
+    """Of what is read off those rows that have these values."""
+    found = [value for row in rows if all(row[key] == wanted for key, wanted in own.items()) for value in read(row)]
+    return statistics.median(found) if found else None

@@ -1,0 +1,154 @@
+"""Truncated steps against the library's own, which rank is enough, and the rules of the verdict."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rkfac import linalg
+from rkfac_lab.claims import pages
+from rkfac_lab.claims import rank as ranking
+from rkfac_lab.claims.captured import Captured, Subject, apart, step_of
+from rkfac_lab.claims.claim import FAILS, HOLDS, PARTLY
+from rkfac_lab.claims.desk import Desk
+from rkfac_lab.claims.rank import OLD, PAPERS, TAILS, YOUNG, Rank
+
+
+def falling(d, remnant, seed):
+    basis = torch.linalg.qr(torch.randn(d, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64))[0]
+    values = 2.0 ** -torch.arange(d, dtype=torch.float64)
+    return (basis * (values + remnant)) @ basis.mT
+
+
+def layer(remnant=0.0):
+    J = torch.randn(12, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    return Captured("w", "l", 1, falling(20, remnant, 0), falling(12, remnant, 1), J, remnant)
+
+
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("rank", [3, 12, 20])
+def test_a_truncated_step_is_the_librarys(tail, rank):
+    one = layer(0.01)
+    full = ranking.modes(one)
+    G, A = (linalg.eigh(X, tail=tail) for X in (one.G, one.A))
+    whole = step_of(G, A, one.J, 0.1)
+    expected = apart(step_of(G.truncate(rank), A.truncate(rank), one.J, 0.1), whole)
+    assert ranking.errors(full, rank, tail, PAPERS) == pytest.approx(expected, abs=1e-9)
+
+
+def test_nothing_is_lost_with_all_modes_and_less_with_more():
+    full = ranking.modes(layer(0.01))
+    for tail in TAILS:
+        found = [ranking.errors(full, rank, tail, PAPERS)[0] for rank in (2, 6, 20)]
+        assert found[0] > found[1] > found[2] == 0
+
+
+def test_taking_the_identity_out_changes_eigenvalues_alone():
+    free = ranking.without_identity(ranking.modes(layer(0.3)), 0.3)
+    plain = ranking.modes(layer())
+    assert torch.allclose(free.g, plain.g, atol=1e-12)
+    assert torch.allclose(free.J.abs(), plain.J.abs(), atol=1e-5)
+
+
+def test_a_trace_tail_makes_up_for_an_identity_and_a_zero_tail_does_not():
+    full = ranking.modes(layer(0.5))
+    assert ranking.errors(full, 10, "trace", PAPERS)[0] < 0.01
+    assert ranking.errors(full, 10, "zero", PAPERS)[0] > 0.5
+
+
+def test_the_rank_that_is_enough_is_and_the_one_below_is_not():
+    full = ranking.modes(layer())
+    found = ranking.enough(full, "zero", PAPERS)
+    assert 1 < found < 20
+    assert ranking.is_enough(*ranking.errors(full, found, "zero", PAPERS))
+    assert not ranking.is_enough(*ranking.errors(full, int(found / ranking.FINER) - 1, "zero", PAPERS))
+
+
+def test_the_automatic_rule_counts_what_the_damping_leaves_visible():
+    values = torch.tensor([1.0, 0.5, 0.012, 0.011, 0.010], dtype=torch.float64)
+    assert ranking.automatic(values, "zero", PAPERS) == 3  # a ninth of the damping is 0.0111
+    assert ranking.automatic(values, "trace", PAPERS) == 2  # the rest is nearly flat
+
+
+def small():
+    return replace(Rank().small(), seeds=2)
+
+
+def found_by(error=0.01, losses=(1.0, 1.01)):
+    """Errors of the step in every case, and the losses with all modes and at any rank."""
+    claim = small()
+    rows = []
+    for average in (YOUNG, OLD):
+        for damping in claim.dampings:
+            for tail in TAILS:
+                case = {"workload": "digits-autoencoder", "layer": "3", "step": 20, "widths": [257, 128]}
+                auto = {"ranks": [8, 4], "relative": 0.04, "cosine": 0.999}
+                relative = [error * 2 / (1 + 2 * position) for position in range(len(claim.fractions))]
+                rows.append(
+                    {
+                        **case,
+                        "average": average,
+                        "damping": list(damping),
+                        "tail": tail,
+                        "relative": relative,
+                        "cosine": [1 - value for value in relative],
+                        "enough": 23,
+                        "auto": auto,
+                    }
+                )
+    found = [
+        {"variant": title, "seed": seed, "loss": loss, "test_loss": loss}
+        for title, (optimizer, _) in claim.variants.items()
+        for seed, loss in enumerate([losses[optimizer != "k-fac"]] * 2)
+    ]
+    return {"rows": rows, "kept": {"digits-autoencoder": {"3": [9, 4]}}, "losses": found}
+
+
+@pytest.mark.parametrize(
+    ("found", "word"),
+    [
+        (found_by(), HOLDS),
+        (found_by(losses=(1.0, 0.5)), HOLDS),
+        (found_by(error=1.0), PARTLY),
+        (found_by(losses=(1.0, 1.2)), PARTLY),
+        (found_by(error=1.0, losses=(1.0, 1.2)), FAILS),
+        ({**found_by(error=1.0), "losses": []}, FAILS),
+    ],
+)
+def test_the_verdict(found, word):
+    assert small().verdict(found).word == word
+
+
+def test_a_loss_within_the_spread_of_the_seeds_is_the_same():
+    found = found_by(losses=(1.0, 1.1))
+    assert small().verdict(found).word == PARTLY
+    for row in found["losses"]:
+        row["loss"] += 0.3 * row["seed"]
+    assert small().verdict(found).word == HOLDS
+
+
+def test_the_page_says_what_was_found():
+    claim, found = small(), found_by()
+    page = claim.page(found)
+    assert (
+        "| digits-autoencoder | 3 | with the identity | 257, 128 | 23, 23 | 8, 4: enough | 8, 4: enough | 9, 4 |"
+        in page
+    )
+    assert "1 of 1 (largest 0.3 %) with a zero tail" in claim.verdict(found).why
+    assert "zero tail: +1.0 %, trace tail: +1.0 %" in claim.verdict(found).why
+    assert set(claim.pictures(found)) == {"steps"}
+
+
+def test_measured_written_and_read_again(tmp_path):
+    subject = Subject("digits-autoencoder", 256, 0.03, 1, ("5", "8"), (1, 4))
+    claim = replace(small(), subjects=(subject,), workload="digits-autoencoder", steps=6, seeds=1)
+    found = claim.measure(Desk(tmp_path / "work"))
+    assert len(found["rows"]) == 2 * 2 * 2 * len(claim.dampings) * 2
+    assert set(found["kept"]["digits-autoencoder"]) == {"5", "8"}
+    assert all(row["loss"] > 0 for row in found["losses"])
+    assert claim.measure(Desk(tmp_path / "work")) == found
+    paths = pages.write(pages.Measured(claim, found, {}, "rkfac claims rank-220"), tmp_path / "pages")
+    assert {path.name for path in paths} == {"rank-220.md", "rank-220-steps.png", "rank-220.json"}
+    assert pages.read(tmp_path / "pages" / "rank-220.json", {claim.name: Rank()}).verdict == claim.verdict(found)

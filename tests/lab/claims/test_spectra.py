@@ -1,0 +1,158 @@
+"""Spectra along one walk: what starts from the identity is known from what is free of its start."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+import rkfac
+from rkfac_lab.claims.claim import FAILS, HOLDS, PARTLY
+from rkfac_lab.claims.desk import Desk
+from rkfac_lab.claims.spectra import Spectra, curve, looked, modes, started_from_identity, widest
+from rkfac_lab.claims.widths import FAMILIES, LOOKING, Walk
+
+TINY = replace(Spectra(), families=(("digits", (24, 32)),), batches=(16, 32), steps=(2, 5), fast=("digits", (24,)))
+
+
+def test_the_identity_start_is_known_from_the_unbiased_one():
+    walk = Walk("digits", 24, None, 32)
+    free = walk.watch(["3"], 0.9)
+    layer = list(walk.model.get_submodule("3").parameters())
+    begun = rkfac.RSKFAC(walk.model, params=layer, **LOOKING, factor_decay=0.9, factor_start="identity")
+    walk.watchers.append(begun)
+    for _ in range(6):
+        walk.step()
+    for side in ("input", "output"):
+        known, derived = getattr(begun.spectrum("3"), side), getattr(free.spectrum("3"), side)
+        torch.testing.assert_close(started_from_identity(derived, 0.9, 6), known, rtol=1e-5, atol=1e-7)
+    walk.close()
+
+
+def test_who_looks_changes_nothing():
+    ends = []
+    for watched in (False, True):
+        walk = Walk("digits", 24, None, 32)
+        if watched:
+            walk.watch(["3"], 0.95)
+        for _ in range(4):
+            walk.step()
+        ends.append([p.detach().clone() for p in walk.model.parameters()])
+        walk.close()
+    for alone, beside in zip(*ends, strict=True):
+        assert torch.equal(alone, beside)
+
+
+def test_the_short_memory_sees_enough_of_the_walk():
+    claim = replace(TINY, families=(("digits", (24,)),), batches=(32,), steps=(30,), fast=("digits", ()))
+    (walked,) = claim.measure(_Nowhere())["walks"]
+    found = {(f["rho"], f["side"]): f["curve"] for f in walked["factors"]}
+    walk = Walk("digits", 24, None, 32)
+    whole = walk.watch(["3"], 0.5)
+    for _ in range(30):
+        walk.step()
+    expected = curve(whole.spectrum("3").output)
+    walk.close()
+    torch.testing.assert_close(torch.tensor(found[0.5, "output"]), torch.tensor(expected), rtol=2e-3, atol=1e-5)
+
+
+class _Nowhere:
+    """A desk that keeps nothing."""
+
+    data_dir = None
+
+    def part(self, name, make):
+        return json.loads(json.dumps(make()))
+
+
+def test_modes_are_above_a_33rd_of_the_largest():
+    values = torch.tensor([33.0, 2.0, 1.001, 0.999, 0.0])
+    assert modes(values) == 3
+    assert looked(values, 0.5, 1) == {"step": 1, "unbiased": 3, "identity": 4}  # 0.5 is below 17 / 33
+    assert looked(values / 1000, 0.5, 1) == {"step": 1, "unbiased": 3, "identity": 5}
+
+
+def test_a_curve_keeps_both_ends():
+    kept = curve(torch.arange(1000, 0, -1.0))
+    assert kept[0] == [1, 1.0]
+    assert kept[-1] == [1000, 0.001]
+    assert len(kept) <= 60
+    assert curve(torch.ones(1)) == [[1, 1.0]]
+
+
+def test_the_layers_are_the_papers():
+    model = FAMILIES["vgg"].build(64, 10)
+    convolutions = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Conv2d)]
+    assert list(FAMILIES["vgg"].layers) == [convolutions[4], convolutions[6], convolutions[10]]
+    assert widest(model.get_submodule("features.34")) == 577
+    assert isinstance(FAMILIES["mlp"].build(16, 10).get_submodule("3"), torch.nn.Linear)
+
+
+def made(counts, fast=None):
+    """A measurement in which the factor of a side and width has so many modes."""
+    return {"walks": walks(counts), "fast": walks(fast or {})}
+
+
+def walks(counts):
+
+    def factor(side, width, count):
+        looks = [{"step": step, "unbiased": count, "identity": width} for step in Spectra().steps]
+        fixed = {
+            "layer": "3",
+            "rho": 0.95,
+            "rows": 64,
+            "bound": width,
+            "largest": 1.0,
+            "curve": [[1, 1.0], [width, 0.1]],
+        }
+        return {**fixed, "side": side, "d": width, "looks": looks}
+
+    return [
+        {
+            "family": "mlp",
+            "width": width,
+            "batch": 64,
+            "loss": 1.0,
+            "factors": [factor("input", width + 1, inputs), factor("output", width, outputs)],
+        }
+        for width, (inputs, outputs) in counts.items()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("counts", "word"),
+    [
+        ({512: (100, 90), 8192: (140, 120)}, HOLDS),
+        ({256: (10, 10), 512: (100, 90), 8192: (140, 120)}, HOLDS),  # narrow ones do not count for the growth
+        ({512: (100, 90), 8192: (160, 120)}, PARTLY),  # grows, though there are few
+        ({512: (100, 90), 8192: (110, 500)}, PARTLY),  # for one side
+        ({512: (100, 90), 8192: (160, 500)}, FAILS),
+        ({512: (300, 300), 8192: (300, 300)}, FAILS),
+    ],
+)
+def test_the_rules(counts, word):
+    assert Spectra().verdict(made(counts)).word == word
+
+
+def test_the_papers_learning_rate_is_judged_too():
+    flat, growing = {512: (100, 90), 8192: (110, 100)}, {512: (100, 90), 2048: (110, 180)}
+    assert Spectra().verdict(made(flat)).word == HOLDS
+    assert Spectra().verdict(made(flat, growing)).word == PARTLY
+    assert "| 180 |" in Spectra().page(made(flat, growing))
+
+
+def test_a_small_measurement_becomes_a_page(tmp_path):
+    found = TINY.measure(Desk(tmp_path))
+    assert found == TINY.measure(Desk(tmp_path))
+    page = TINY.page(found)
+    assert "rho 0.5" in page
+    assert [len(walk["factors"]) for walk in found["walks"]] == [2, 4, 2, 4]  # rho 0.5 with the larger batch
+    assert [look["step"] for look in found["walks"][0]["factors"][0]["looks"]] == [2, 5]
+    pictures = TINY.pictures(found)
+    assert all(f"{TINY.name}-{name}.png" in page for name in pictures)
+    once = replace(TINY, once_above=10, batches=(16,), families=(("digits", (24,)),))
+    factors = once.measure(_Nowhere())["walks"][0]["factors"]
+    assert [[look["step"] for look in factor["looks"]] for factor in factors] == [[5], [5]]
+    assert {factor["rho"] for factor in factors} == {0.95}
