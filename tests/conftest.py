@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 # Before torch is imported: the tests' matrices are tiny, and threads that wait for each other only slow them down.
@@ -23,6 +24,12 @@ settings.register_profile(
 )
 settings.load_profile("rkfac")
 os.environ.setdefault("MPLBACKEND", "Agg")
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected is there to stay: half a million objects that no garbage collection looks at again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import pickle
 import socket
 import traceback
@@ -13,6 +12,8 @@ from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
+
+from forked import forking
 
 TIMEOUT = 60  # seconds that one waits for the other in a collective
 PATIENCE = 240  # seconds that a test waits for its crew
@@ -47,6 +48,7 @@ def _serve(rank: int, size: int, store: str, pipe: Connection, timeout: float) -
         except BaseException:
             answer = pickle.dumps((False, traceback.format_exc()))
         gc.collect()  # optimizers that are gone take their channels along
+        gc.freeze()  # what a job has imported is there to stay, and need not be looked through again
         pipe.send_bytes(answer)
     torch.distributed.destroy_process_group()
 
@@ -55,9 +57,7 @@ class Crew:
     """`size` processes in one gloo group."""
 
     def __init__(self, size: int, timeout: float = TIMEOUT) -> None:
-        # Forked from a server that has imported torch and has no threads of its own yet.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "rkfac"])
+        context = forking()
         self.size = size
         store = f"tcp://127.0.0.1:{_free_port()}"
         self.pipes, self.processes = [], []

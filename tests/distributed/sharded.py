@@ -29,7 +29,7 @@ from torch.distributed.tensor import Shard
 import rkfac
 from distributed.meeting import said_by
 from distributed.task import LENGTH, SETTINGS, VOCABULARY, language_model
-from distributed.together import STEPS, batches, build, even, flat, made, same_everywhere, share
+from distributed.together import STEPS, batches, build, even, flat, made, of_the_first, same_everywhere, share
 from optim.problems import Batch, parameters
 from rkfac import LevenbergMarquardt
 
@@ -81,15 +81,19 @@ def compared(
     alone_keywords.pop("memory", None)
     reference, own = made(optimizer, alone, **alone_keywords), made(optimizer, net, **keywords)
     for i in range(steps):
-        reference.zero_grad()
+        some = data[i * passes : (i + 1) * passes]
+        if distributed.get_rank() == 0:  # once is enough, and the others wait
+            reference.zero_grad()
+            for x, y in some:
+                (F.cross_entropy(alone(x), y) / passes).backward()
+            reference.step()
         own.zero_grad()
-        for number, batch in enumerate(data[i * passes : (i + 1) * passes]):
-            (F.cross_entropy(alone(batch[0]), batch[1]) / passes).backward()
+        for number, batch in enumerate(some):
             net.set_requires_gradient_sync(number == passes - 1)
             (loss_of(net, batch, cuts) / passes).backward()
-        reference.step()
         own.step()
-    return float((whole(net) - flat(alone)).abs().max()), float((flat(alone) - start).abs().max()), same_curvature(own)
+    end = of_the_first(flat(alone))
+    return float((whole(net) - end).abs().max()), float((end - start).abs().max()), same_curvature(own)
 
 
 def refused(how: str) -> str:

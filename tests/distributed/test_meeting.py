@@ -174,6 +174,7 @@ def test_a_process_that_stays_away_is_an_error_after_the_timeout() -> None:
         assert "could not exchange" in said
         assert "timeout" in said
     finally:
+        crew.processes[1].kill()  # nobody waits for it any more
         crew.dismiss()
 
 

@@ -28,7 +28,7 @@ from distributed.sharded import (
     sent,
     spoilt_buffer,
 )
-from distributed.together import batches, build, flat, made
+from distributed.together import STEPS, batches, build, flat, made
 from optim.problems import train
 from rkfac.distributed.shards import Shards, Spread, share
 from rkfac.distributed.world import ALONE
@@ -68,7 +68,7 @@ def test_passes_whose_gradients_are_shared_out_at_the_last_one(pair: Crew, each:
 
 @pytest.mark.parametrize("keep", [True, False], ids=["resharded after forward", "whole until the backward pass ends"])
 def test_when_weights_are_cut_again(pair: Crew, keep: bool) -> None:
-    check(pair, "RSKFAC", "reader", 12, 1, True, None, 20, {"reshard_after_forward": keep})
+    check(pair, "RSKFAC", "reader", 12, 1, True, None, STEPS, {"reshard_after_forward": keep})
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,12 @@ def flat(model: nn.Module) -> Tensor:
     return torch.cat([p.flatten() for p in parameters(model).values()])
 
 
+def of_the_first(values: Tensor) -> Tensor:
+    """What the first process has."""
+    distributed.broadcast(values, 0)
+    return values
+
+
 def same_everywhere(values: Tensor) -> bool:
     found = [torch.empty_like(values) for _ in range(distributed.get_world_size())]
     distributed.all_gather(found, values)
@@ -135,7 +141,7 @@ def compared(
     alone, together = build(model), build(model)
     start = flat(alone)
     reference = made(optimizer, alone, process_group=False, **keywords)
-    for i in range(steps):
+    for i in range(steps if rank == 0 else 0):  # once is enough, and the others wait
         reference.zero_grad()
         for batch in data[i * passes : (i + 1) * passes]:
             if len({b - a for a, b in pairwise(cuts)}) == 1:
@@ -158,8 +164,9 @@ def compared(
         if wrapping == "none":
             averaged(together)
         own.step()
-    difference = float((flat(together) - flat(alone)).abs().max())
-    return difference, float((flat(alone) - start).abs().max()), same_everywhere(flat(together))
+    end = of_the_first(flat(alone))
+    difference = float((flat(together) - end).abs().max())
+    return difference, float((end - start).abs().max()), same_everywhere(flat(together))
 
 
 def steps_of(net: nn.Module, optimizer: torch.optim.Optimizer, data: list[Batch], cuts: list[int]) -> Iterator[None]:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from rkfac_lab import report, speech, workloads
+from rkfac_lab import compare, plots, report, speech, workloads
 from rkfac_lab.cli import main
 
 
@@ -65,6 +65,20 @@ def rkfac(typed):
         return code, trouble.splitlines()
 
     return call
+
+
+@pytest.fixture
+def unadorned(monkeypatch):
+    """Comparisons with blank pictures and no runs that warm the machine up: these are most of their time."""
+
+    def blank(figure, stem):
+        pictures = stem.with_name(f"{stem.name}.png"), stem.with_name(f"{stem.name}.svg")
+        for picture in pictures:
+            picture.touch()
+        return pictures
+
+    monkeypatch.setattr(compare, "warm_up", lambda comparison: None)
+    monkeypatch.setattr(plots, "save", blank)
 
 
 @pytest.fixture(scope="session")

@@ -168,6 +168,7 @@ def test_a_comparison_writes_table_curves_and_page_of_its_runs(tmp_path, trained
         assert str(tmp_path / name) in said
 
 
+@pytest.mark.usefixtures("unadorned")
 def test_an_interrupted_comparison_continues_without_repeating_finished_runs(tmp_path, trained, monkeypatch):
     comparison = Comparison(contenders=("sgd", "adamw"), seeds=2, common=SHORT)
     counting = jobs.train.run
@@ -201,6 +202,7 @@ def test_a_run_of_other_settings_is_not_taken_for_one_of_ours(tmp_path, trained)
         compare.run(other, tmp_path, console=quiet())
 
 
+@pytest.mark.usefixtures("unadorned")
 def test_a_failing_optimizer_is_a_row_and_stops_nobody(tmp_path, trained):
     comparison = Comparison(contenders=(EXPLODING, "sgd"), seeds=2, settings=(f"{EXPLODING}.lr=0.1",), common=SHORT)
     console = quiet()
@@ -211,6 +213,7 @@ def test_a_failing_optimizer_is_a_row_and_stops_nobody(tmp_path, trained):
     assert f"{EXPLODING}: 2 failed" in console.file.getvalue()
 
 
+@pytest.mark.usefixtures("unadorned")
 def test_a_diverging_optimizer_is_a_row(tmp_path, trained):
     comparison = Comparison(contenders=("sgd", "adamw"), seeds=1, settings=("sgd.lr=1e30",), common=SHORT)
     compare.run(comparison, tmp_path, console=quiet())
@@ -273,6 +276,7 @@ def test_the_best_rate_is_chosen_in_the_metrics_direction():
     assert trials("min", sgd=(0.2, 0.9, 0.5)).chosen() == {"sgd": {"lr": 0.01}}
 
 
+@pytest.mark.usefixtures("unadorned")
 def test_tuning_tries_the_same_rates_with_its_own_seed_and_the_comparison_uses_the_best(tmp_path, trained):
     comparison = Comparison(contenders=("sgd", "adamw"), seeds=1, common=SHORT)
     short = tuning.in_passing(comparison, tuning.rates("0.2,0.00001"), epochs=1)
@@ -310,6 +314,7 @@ def test_impossible_grids_are_refused(text):
 # --- the command
 
 
+@pytest.mark.usefixtures("unadorned")
 def test_command_compares_and_continues(tmp_path):
     arguments = ["compare", "--optimizers", "sgd, adamw", "--seeds", "1", "--epochs", "1", "--out", str(tmp_path / "c")]
     runner = CliRunner()

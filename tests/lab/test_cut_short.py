@@ -5,12 +5,15 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from forked import forking
 from rkfac_lab import checkpoint, config, jobs, record, train
 from rkfac_lab.cli import main
 from rkfac_lab.errors import CrashError, LabError
@@ -120,6 +123,35 @@ def test_killed_after_the_measurement_it_is_not_made_twice(tmp_path, tiny):
     summary = json.loads((tmp_path / "r" / record.SUMMARY).read_text())
     (tmp_path / "r" / record.SUMMARY).write_text(json.dumps({**summary, "status": "running"}))
     assert train.run(chosen(tiny, "max_steps=5"), tmp_path / "r", resume=True).epochs == whole.epochs
+
+
+def _command(*arguments):
+    sys.argv = ["rkfac", *map(str, arguments)]
+    main()
+
+
+def test_killed_without_warning_then_resumed_from_the_command_line(tmp_path, monkeypatch):
+    settings = ("checkpoint_seconds=0", "epochs=7", "threads=1")
+    words = [word for text in ("optimizer.name=adamw", *settings) for word in ("--set", text)]
+    running = forking().Process(target=_command, args=("train", "digits-mlp", *words, "--folder", tmp_path / "cut"))
+    running.start()
+    metrics = tmp_path / "cut" / record.METRICS
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
+        assert running.is_alive(), "the run ended before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    running.kill()
+    running.join()
+    assert running.exitcode == -signal.SIGKILL
+    killed = load_run(tmp_path / "cut")
+    assert killed.summary["status"] == "running"
+    assert len(killed.epochs) < 7
+    assert rkfac(monkeypatch, "train", tmp_path / "cut", "--resume") == 0
+    whole = train.run(chosen("digits-mlp", *settings, optimizer="adamw"), tmp_path / "whole")
+    resumed = load_run(tmp_path / "cut")
+    assert numbers(resumed) == numbers(whole)
+    assert resumed.summary["status"] == "finished"
 
 
 def test_left_overs_of_killed_writers_are_cleaned_and_nothing_else(tmp_path, tiny):

@@ -18,12 +18,18 @@ from rkfac_lab.record import load_run
 from .damage import BYTES, refused
 
 
+@pytest.fixture(scope="module")
+def once(tmp_path_factory):
+    """Where the run of all tests is."""
+    return tmp_path_factory.mktemp("once") / "r"
+
+
 @pytest.fixture
-def run_folder(tmp_path, tiny):
-    """A run that has ended after two of its epochs, and could go on."""
-    chosen = config.load(tiny, ["optimizer.name=rs-kfac", "epochs=2"])
-    train.run(chosen, tmp_path / "r")
-    return tmp_path / "r"
+def run_folder(once, tmp_path, tiny):
+    """A copy of a run that has ended after two of its epochs, and could go on."""
+    if not once.exists():
+        train.run(config.load(tiny, ["optimizer.name=rs-kfac", "epochs=2"]), once)
+    return shutil.copytree(once, tmp_path / "r")
 
 
 # --- damage done to the bytes of any file
@@ -44,14 +50,23 @@ TEXT_DAMAGE = {**BYTES, **{name: (lambda content, text=text: text.encode() + b"\
 @pytest.mark.parametrize("name", [record.CONFIG, record.SUMMARY, record.METRICS, record.ENVIRONMENT])
 def test_damaged_files_of_a_run_are_refused_by_report_and_train(run_folder, rkfac, tmp_path, name, damage):
     path = run_folder / name
-    whole = path.read_bytes()
-    path.write_bytes(damage(whole))
+    path.write_bytes(damage(path.read_bytes()))
     others = {p: p.read_bytes() for p in run_folder.iterdir() if p != path}
     refused(rkfac("report", run_folder, "--out", tmp_path / "page.html"), name)
     assert not (tmp_path / "page.html").exists()
     if name != record.ENVIRONMENT:  # a continued run writes that anew
         refused(rkfac("train", run_folder, "--resume", "--epochs", 3), name)
         assert {p: p.read_bytes() for p in run_folder.iterdir() if p != path} == others
+
+
+@pytest.mark.parametrize("name", [record.CONFIG, record.SUMMARY, record.METRICS, record.ENVIRONMENT])
+def test_a_run_whose_file_was_mended_goes_on(run_folder, rkfac, tmp_path, name):
+    path = run_folder / name
+    whole = path.read_bytes()
+    path.write_bytes(b"")
+    refused(rkfac("report", run_folder, "--out", tmp_path / "page.html"), name)
+    if name != record.ENVIRONMENT:
+        refused(rkfac("train", run_folder, "--resume", "--epochs", 3), name)
     path.write_bytes(whole)
     assert rkfac("train", run_folder, "--resume", "--epochs", 3)[0] == 0
 
@@ -282,8 +297,8 @@ def test_folders_in_the_place_of_files(run_folder, rkfac, tmp_path, name):
         refused(rkfac("report", run_folder, "--out", tmp_path / "page.html"), name)
 
 
-def test_one_damaged_run_does_not_stop_a_comparison(tmp_path, tiny, rkfac, monkeypatch):
-    monkeypatch.setattr("rkfac_lab.compare.warm_up", lambda comparison: None)
+@pytest.mark.usefixtures("unadorned")
+def test_one_damaged_run_does_not_stop_a_comparison(tmp_path, tiny, rkfac):
     command = ("compare", tiny, "--optimizers", "sgd,adamw", "--seeds", 1, "--epochs", 1, "--out", tmp_path / "c")
     assert rkfac(*command)[0] == 0
     (tmp_path / "c" / "runs" / "sgd-seed0" / record.SUMMARY).write_text("{")

@@ -20,6 +20,7 @@ from rkfac_lab.search import Trial, Tuned
 from .handmade import make_run
 from .test_report import embedded, write_folder
 
+pytestmark = pytest.mark.usefixtures("unadorned")
 Command = Callable[..., tuple[int, list[str]]]
 SETTINGS = ("threads=1", "rs-kfac.rank=50", 'label="it\'s $HOME; a b"')
 COMMON = {"epochs": 5, "time_budget": 2.5, "data_dir": "some where"}
@@ -147,12 +148,19 @@ def test_a_comparison_keeps_its_command_and_the_page_has_it(tiny: str, tmp_path:
 # --- continuing
 
 
+@pytest.fixture(scope="module")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the comparison of all tests is."""
+    return tmp_path_factory.mktemp("once") / "c"
+
+
 @pytest.fixture
-def begun(tiny: str, tmp_path: Path, rkfac: Command) -> Path:
-    """A comparison with everything that can be told."""
+def begun(once: Path, tiny: str, tmp_path: Path, rkfac: Command) -> Path:
+    """A copy of a comparison with everything that can be told."""
     words = ["--optimizers", "sgd,adamw", "--seeds", "1", "--epochs", "1", "--set", "adamw.lr=0.5", "--grid", "0.1,0.2"]
-    assert rkfac("compare", tiny, *words, "--reference", "adamw", "--out", tmp_path / "c")[0] == 0
-    return tmp_path / "c"
+    if not once.exists():
+        assert rkfac("compare", tiny, *words, "--reference", "adamw", "--out", once)[0] == 0
+    return shutil.copytree(once, tmp_path / "c")
 
 
 def everything(folder: Path) -> dict[str, bytes]:

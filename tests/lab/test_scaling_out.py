@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 
+from forked import forked
 from rkfac_lab.bench import scaling_out
 from rkfac_lab.bench.crowd import Crowd
 from rkfac_lab.bench.scaling_model import Alone, Machine, longest_share, predicted
@@ -21,7 +22,8 @@ HALVES = sum((a + 1) * (a + 2) // 2 + b * (b + 1) // 2 for a, b in pairwise(WIDT
 
 @pytest.fixture(scope="module")
 def measured():
-    return scaling_out.run(["small-mlp"], (1, 2), rounds=1)
+    with forked():
+        return scaling_out.run(["small-mlp"], (1, 2), rounds=1)
 
 
 def test_everybody_is_measured_in_every_number_of_processes(measured):
@@ -72,7 +74,8 @@ def _fails(rank, size):
 
 
 def test_a_process_that_ends_early_is_said():
-    crowd = Crowd(1, _fails)
+    with forked():
+        crowd = Crowd(1, _fails)
     try:
         with pytest.raises(LabError, match="ended early"):
             crowd.do("anything")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import socket
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from forked import forking
 from rkfac_lab import averaging, joining, ranks
 from rkfac_lab.cli import main
 from rkfac_lab.errors import LabError
@@ -322,13 +322,7 @@ def test_what_is_for_one_process_is_refused_in_one_sentence(answers, name):
         assert len(said.strip().splitlines()) == 1
 
 
-def test_a_refusal_is_said_once_and_ends_torchrun(tmp_path):
-    done = torchrun(tmp_path, "-m", "rkfac_lab.cli", "bench", "scaling")
-    assert done.returncode != 0
-    assert done.stderr.count("rkfac bench is a command of one process, and torchrun has started 2") == 1
-
-
-# --- failures: processes that are started without torchrun, which would end the others by itself
+# --- refusals and failures: processes that are started without torchrun, which would end the others by itself
 
 
 def _process(rank, port, folder, arguments):
@@ -351,9 +345,7 @@ def _process(rank, port, folder, arguments):
 def pair(tmp_path):
     """Start a command in two processes; what they left behind is ended with the test."""
     (tmp_path / "noisy_problem.py").write_text(MODULE)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["rkfac_lab.cli", "rkfac_lab.train", "lab.test_torchrun"])
-    started = []
+    context, started = forking(), []
 
     def start(*arguments):
         port = free_port()
@@ -391,6 +383,12 @@ def until_begun(folder, seconds=120.0):
 def endless(folder):
     arguments = ("optimizer.name=noisy_problem:Endless", "optimizer.arguments.lr=0.01", "epochs=100000")
     return flags("run", *arguments, steps=10**6, workload="noisy_problem:NOISY")
+
+
+def test_a_refusal_is_said_once_and_ends_everybody(pair, tmp_path):
+    assert ended(pair("bench", "scaling")) == [2, 2]
+    heard = "".join((tmp_path / f"err.{rank}").read_text() for rank in range(2))
+    assert heard.count("rkfac bench is a command of one process, and torchrun has started 2") == 1
 
 
 def test_a_process_that_fails_alone_ends_the_others_with_a_line_each(pair, tmp_path):

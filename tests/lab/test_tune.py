@@ -18,6 +18,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from forked import forked
 from rkfac_lab import jobs, optimizers, plots, record, search, tune, tuning, tuning_text, workers, workloads
 from rkfac_lab.comparison import Comparison
 from rkfac_lab.errors import LabError
@@ -29,24 +30,7 @@ from .handmade import make_run
 SPACE = Space((0.01, 0.03, 0.1, 0.3, 1.0), (1e-4, 1e-3, 3e-4), 0.0)
 
 
-class Exploding(torch.optim.SGD):
-    """Fails in its second step where the learning rate is large."""
-
-    def step(self, closure=None):
-        self.taken = getattr(self, "taken", 0) + 1
-        if self.taken == 2 and self.param_groups[0]["lr"] > 0.05:
-            raise RuntimeError("too large")
-        return super().step(closure)
-
-
-class Dying(torch.optim.SGD):
-    """Takes its process with it."""
-
-    def step(self, closure=None):
-        os._exit(7)
-
-
-EXPLODING, DYING = f"{__name__}:Exploding", f"{__name__}:Dying"
+EXPLODING, DYING = "lab.failing:Exploding", "lab.failing:Dying"
 
 
 def quiet() -> Console:
@@ -441,7 +425,8 @@ def few_steps(*contenders, **settings):
 def test_side_by_side_is_one_by_one(tmp_path):
     comparison = few_steps("sgd", EXPLODING, **{f"{EXPLODING}.lr": 0.1})
     for place, workers_count in (("one", 1), ("two", 2)):
-        tuning.tune(comparison, tuning.Search(4), tmp_path / place, jobs.Display(quiet()), workers_count)
+        with forked():
+            tuning.tune(comparison, tuning.Search(4), tmp_path / place, jobs.Display(quiet()), workers_count)
     assert results(tmp_path / "one") == results(tmp_path / "two")
     trials = [trial for trial in results(tmp_path / "two")["trials"] if trial["contender"] == EXPLODING]
     assert {trial["lr"]: trial["status"] for trial in trials}[0.1] == "failed"
@@ -454,7 +439,8 @@ def test_a_process_that_dies_is_a_failure_and_the_next_run_gets_another(tmp_path
         jobs.Job(few_steps(name).config(name, 0, {"lr": 0.1}), tmp_path / str(number))
         for number, name in enumerate((DYING, DYING, DYING, "sgd"))
     ]
-    found = jobs.attempt(plan, jobs.Display(quiet()), workers=2)
+    with forked():
+        found = jobs.attempt(plan, jobs.Display(quiet()), workers=2)
     assert [failure.message for failure in found.failures] == ["its process ended without a word (exit code 7)"] * 3
     assert [run.path.name for run in found.runs] == ["3"]
 
