@@ -197,12 +197,11 @@ Normal rows whose covariance has the eigenvalues in the first column.
 ## A network at fixed weights
 
 {FAMILIES[self.family].about}: the middle layer at w = {self.width}, after {self.steps} steps of RS-KFAC with batches of
-{self.batch}, at the learning rates {", ".join(f"{lr:g}" for lr in self.rates)} (the paper's is 0.3, with which the loss of
-wide MLPs went up at first in trials). C is the second moment of the rows of all training samples, and batches are drawn from these
-with replacement: so the rows
-are independent and C is theirs exactly, but they are not normal. *Inequality of rows*: the mean fourth power of their
-lengths over the square of the mean square; 1 where all are equally long, and 1 + 2 tr(C^2) / tr(C)^2 for normal ones. Where it is
-large, few rows make up an average. *Predicted with fewer rows*: the same prediction with n over that number.
+{self.batch}, at the learning rates {", ".join(f"{lr:g}" for lr in self.rates)} (the paper's is 0.3; in trials the loss of wide
+MLPs went up with it at first). C is the second moment of the rows of all training samples, and batches are drawn from these with
+replacement: so the rows are independent and C is theirs exactly, but they are not normal. *Inequality of rows*: the mean fourth
+power of their lengths over the square of the mean square; 1 where all are equally long, and 1 + 2 tr(C^2) / tr(C)^2 for normal
+ones. Where it is large, few rows make up an average. *Predicted with fewer rows*: the same prediction with n over that number.
 
 {table(["factor", "lr", "last loss", *beside], fixed)}
 

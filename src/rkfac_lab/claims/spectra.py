@@ -48,7 +48,7 @@ class Spectra(Claim):
         ("mlp", (512, 1024, 2048, 4096, 8192)),
     )
     batches: tuple[int, ...] = (64, 256)
-    steps: tuple[int, ...] = (10, 20, 40)
+    steps: tuple[int, ...] = (10, 20, 30)
     decay: float = 0.95
     short: float = 0.5
     once_above: int = 5000

@@ -21,10 +21,8 @@ from rkfac_lab.data.batches import Batches
 from rkfac_lab.workloads import Workload, find
 
 NEVER = 10**9
-STATISTICS_EVERY, INVERSES_EVERY = (
-    10,
-    20,
-)  # of the training itself: the paper's 10 and 50, and here there are fewer steps
+# Of the training itself: the paper's 10 and 50, but here there are fewer steps.
+STATISTICS_EVERY, INVERSES_EVERY = 10, 20
 LOOKING: dict[str, Any] = {
     "lr": 0.0,
     "graft": None,
