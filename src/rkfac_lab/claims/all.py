@@ -12,5 +12,5 @@ from rkfac_lab.claims.spectra import Spectra
 from rkfac_lab.claims.table_one import TableOne
 
 CLAIMS: dict[str, Claim] = {
-    claim.name: claim for claim in (FewerEpochs(), TableOne(), Spectra(), Modes(), Complexity(), Sketches(), Rank())
+    claim.name: claim for claim in (FewerEpochs(), Sketches(), Spectra(), Modes(), Rank(), TableOne(), Complexity())
 }

@@ -343,7 +343,14 @@ are free of their start from the beginning (factor_start="unbiased").
                     lines.append([subject.workload, average, tail, *cells])
         ranks = [f"{fraction:g} r" for fraction in self.fractions]
         proportional = ", ".join(f"{Subject(*values).rank} on {values[0]}" for values in self.subjects)
-        return f"{table(['', 'averages', 'tail', *ranks], lines, left=3)}\n\nThe proportional rank r is {proportional}."
+        itself = [
+            f" On {values[0]} {fraction:g} r are the paper's {paper.RANK} modes themselves."
+            for values in self.subjects
+            for fraction in self.fractions
+            if round(fraction * Subject(*values).rank) == paper.RANK
+        ]
+        shown = table(["", "averages", "tail", *ranks], lines, left=3)
+        return f"{shown}\n\nThe proportional rank r is {proportional}.{''.join(itself)}"
 
     def _by_damping(self, found: Found) -> str:
         position, lines = self.fractions.index(1.0), []
