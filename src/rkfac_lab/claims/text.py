@@ -19,14 +19,16 @@ def share(value: float | None, digits: int = 1) -> str:
 
 def plain(value: float | None, digits: int = 3) -> str:
     """With so many significant digits."""
-    return "-" if value is None else f"{value:.{digits}g}"
+    if value is None:
+        return "-"
+    return f"{value:.0f}" if abs(value) >= 10**digits else f"{value:.{digits}g}"
 
 
 def around(values: Sequence[float], digits: int = 3) -> str:
     """Mean and sample standard deviation."""
     if not values:
         return "-"
-    mean = f"{statistics.fmean(values):.{digits}g}"
+    mean = plain(statistics.fmean(values), digits)
     return mean if len(values) < 2 else f"{mean} ± {statistics.stdev(values):.2g}"
 
 
