@@ -51,7 +51,7 @@ class Complexity(Claim):
     widths: tuple[int, ...] = (1024, 2048, 4096, 8192)
     rank: int = 220
     exact_up_to: int = 4096
-    rounds: int = 3
+    rounds: int = 2
 
     def small(self) -> Complexity:
         """Narrow layers, where everything but the width decides."""
