@@ -32,7 +32,8 @@ RSVD, U_SIDE, SREVD, NYSTROM = "RSVD", "RSVD, U side", "SREVD", "Nyström"
 PUBLISHED_RSVD, PUBLISHED_SREVD = "RSVD as published", "SREVD as published"
 YOUNG, OLD = "with the identity", "without the identity"  # in the averages
 DAMPING = 0.1  # of the largest eigenvalue, the paper's
-ROUNDING = 1e-5  # below this two errors of float32 sketches are the same
+GUESSED = 1e-5  # what was taken for the rounding of float32, whatever the rank, before anything was measured
+ROUNDING = torch.finfo(torch.float32).eps  # of each of the numbers that a relative error is summed from
 NEARLY_ALL = 0.95
 # What is compared, where a row has it (in its factors or of its step), and how tables call it.
 MEASURES = {"values": "eigenvalues", "lost": "trace lost", "relative": "step"}
@@ -274,8 +275,15 @@ class Sketches(Claim):
 
     def better(self, found: Found, measure: str, products: int | None = None) -> float | None:
         """The share of all cases in which RSVD has the smaller error; None where no two errors differ by more than rounding."""
-        told = [(one, other) for one, other in self._compared(found, measure, products) if max(one, other) > ROUNDING]
+        return self._smaller(found, measure, products, ROUNDING * self._largest_rank)
+
+    def _smaller(self, found: Found, measure: str, products: int | None, floor: float) -> float | None:
+        told = [(one, other) for one, other in self._compared(found, measure, products) if max(one, other) > floor]
         return sum(one < other for one, other in told) / len(told) if told else None
+
+    @property
+    def _largest_rank(self) -> int:
+        return max(Subject(*values).rank for values in self.subjects)
 
     def _gain(self, found: Found, products: int) -> dict[str, tuple[float, float]]:
         """By how much RS-KFAC is ahead of SRE-KFAC at the same products, and the spread of the seeds, by what is looked at."""
@@ -366,8 +374,10 @@ with float64; numbers are means over {counted(self.sketch_seeds, "sketch seed")}
 
 {table(["smaller error of", *(counted(products, "product") for products in self.products)], ours)}
 
-One case is a factor (eigenvalues, trace) or a layer's step at one time. Cases in which both errors are below {ROUNDING:g}, the
-rounding of float32, are left out; a dash: all of them.
+One case is a factor (eigenvalues, trace) or a layer's step at one time. Cases in which both errors are below
+{ROUNDING * self._largest_rank:.1e}, as many roundings of float32 as there are eigenvalues, are left out; a dash: all of them.
+With the {GUESSED:g} that was guessed before the measurement, errors of eigenvalues were smaller in
+{share(self._smaller(found, "values", None, GUESSED), 0)} of all cases: the others lie between the two.
 
 ## How large the errors are
 
@@ -431,7 +441,7 @@ A dash: not in every seed.
                 own = [row for row in here if row["method"] == method]
                 counts = sorted({row["products"] for row in own})
                 heights = [_median(own, _relative, products=products) for products in counts]
-                points = [(x, max(y, ROUNDING / 10)) for x, y in zip(counts, heights, strict=True) if y is not None]
+                points = [(x, max(y, GUESSED / 10)) for x, y in zip(counts, heights, strict=True) if y is not None]
                 if points:
                     axes.plot(*zip(*points, strict=True), **drawing.look(position, marked=True), label=method)
             drawing.logarithmic(axes.yaxis)
