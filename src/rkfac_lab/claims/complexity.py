@@ -9,6 +9,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from typing import Any, ClassVar
 
 from matplotlib.figure import Figure
@@ -94,7 +95,7 @@ what a plain step takes longer than SGD's, its refresh what a refresh step, stat
 The statistics of the others are not counted. An exponent is the slope of the line through all measured widths, logarithm against
 logarithm; a dash: not measured, or nothing measurable.
 """.strip(),
-            f"## The exponents\n\n{self._exponents(rows)}",
+            f"## The exponents\n\n{self._exponents(rows)}{_doubts(rows)}",
             f"![seconds against width]({self.name}-seconds.png)",
             *(f"## {title}\n\nMedian seconds.\n\n{self._seconds(rows, part)}" for part, title in PARTS.items()),
             f"""## Who overtakes whom
@@ -156,6 +157,23 @@ refreshes is not in it.
             axes.set_title(PARTS[part])
             axes.legend(frameon=False, fontsize=8, loc="upper left", title="with the fitted exponent", title_fontsize=8)
         return {"seconds": figure}
+
+
+def _doubts(rows: Sequence[Measurement]) -> str:
+    """Whose seconds fell while the width grew, which no method's do: such an exponent is noise in part."""
+    told = []
+    for method in dict.fromkeys(row.method for row in rows):
+        mine = sorted((row for row in rows if row.method == method), key=lambda row: row.width)
+        told += [
+            f"those of {method} fall from {narrow.width} to {wide.width}"
+            for narrow, wide in pairwise(mine)
+            if wide.both.median < narrow.both.median
+        ]
+    return (
+        f"\n\nSeconds that fall while the width grows are noise, and so is a part of that exponent: {'; '.join(told)}."
+        if told
+        else ""
+    )
 
 
 def measured(found: Found) -> list[Measurement]:

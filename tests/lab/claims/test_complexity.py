@@ -93,3 +93,14 @@ def test_a_small_measurement(tmp_path):
     assert methods[0] == list(scaling.METHODS)
     assert methods[1] == [name for name in scaling.METHODS if name != scaling.EXACT]
     assert claim.page(found)
+
+
+def test_seconds_that_fall_with_the_width_are_called_noise():
+    assert "noise" not in Complexity().page(laws())
+    found = laws()
+    last = next(row for row in found["rows"] if row["method"] == "B-KFAC (paper)" and row["width"] == 8192)
+    last["refresh"] = {"median": 1.0, "low": 1.0, "high": 1.0}
+    assert (
+        "noise, and so is a part of that exponent: those of B-KFAC (paper) fall from 4096 to 8192."
+        in Complexity().page(found)
+    )
