@@ -36,7 +36,7 @@ def test_the_help_names_first_steps_commands_and_workloads(command, arguments):
     listed = said.partition("Commands:")[2].partition("Workloads:")[0]
     assert "..." not in listed, "every command has a whole sentence"
     assert {line.split()[0] for line in listed.strip().splitlines()} == {
-        *("train", "report", "summary", "compare", "demo", "tune", "spectrum", "doctor", "bench", "data")
+        *("train", "report", "summary", "compare", "claims", "demo", "tune", "spectrum", "doctor", "bench", "data")
     }
     assert "docs/" in said
     assert "argument parsing" not in said

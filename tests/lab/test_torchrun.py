@@ -322,7 +322,13 @@ def test_what_is_for_one_process_is_refused_in_one_sentence(answers, name):
         assert len(said.strip().splitlines()) == 1
 
 
-# --- refusals and failures: processes that are started without torchrun, which would end the others by itself
+def test_a_refusal_is_said_once_and_ends_torchrun(tmp_path):
+    done = torchrun(tmp_path, "-m", "rkfac_lab.cli", "bench", "scaling")
+    assert done.returncode != 0
+    assert done.stderr.count("rkfac bench is a command of one process, and torchrun has started 2") == 1
+
+
+# --- failures: processes that are started without torchrun, which would end the others by itself
 
 
 def _process(rank, port, folder, arguments):
@@ -383,12 +389,6 @@ def until_begun(folder, seconds=120.0):
 def endless(folder):
     arguments = ("optimizer.name=noisy_problem:Endless", "optimizer.arguments.lr=0.01", "epochs=100000")
     return flags("run", *arguments, steps=10**6, workload="noisy_problem:NOISY")
-
-
-def test_a_refusal_is_said_once_and_ends_everybody(pair, tmp_path):
-    assert ended(pair("bench", "scaling")) == [2, 2]
-    heard = "".join((tmp_path / f"err.{rank}").read_text() for rank in range(2))
-    assert heard.count("rkfac bench is a command of one process, and torchrun has started 2") == 1
 
 
 def test_a_process_that_fails_alone_ends_the_others_with_a_line_each(pair, tmp_path):
