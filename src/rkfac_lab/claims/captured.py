@@ -21,6 +21,8 @@ from rkfac_lab.comparison import slug
 from rkfac_lab.config import RunConfig, from_dict
 from rkfac_lab.errors import LabError
 
+YOUNG, OLD = "with the identity", "without the identity"  # in the averages
+
 
 class Subject(NamedTuple):
     """A workload and where to look at it: layers by name, after so many steps.

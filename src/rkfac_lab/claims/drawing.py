@@ -53,3 +53,13 @@ def note(axes: Axes, lines: Sequence[tuple[float, str]]) -> None:
         axes.annotate(
             name, (0.99, height), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8, color=INK
         )
+
+
+def as_spectrum(axes: Axes, line: float, name: str, title: str) -> None:
+    """Eigenvalues relative to the largest against the number of the mode, with the line below which they do not count."""
+    logarithmic(axes.xaxis)
+    logarithmic(axes.yaxis)
+    axes.set_ylim(1e-5, 1.5)
+    note(axes, [(line, name)])
+    axes.set_title(title, fontsize=10)
+    axes.legend(frameon=False, fontsize=8, loc="lower left")

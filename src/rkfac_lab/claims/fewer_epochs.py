@@ -13,12 +13,11 @@ from typing import Any, ClassVar
 
 from matplotlib.figure import Figure
 
-from rkfac_lab.claims import drawing, paper, rates
+from rkfac_lab.claims import drawing, paper, rates, trained
 from rkfac_lab.claims.claim import FAILS, HOLDS, PARTLY, Claim, Found, Verdict
 from rkfac_lab.claims.desk import Desk
 from rkfac_lab.claims.text import counted, percent_around, table
 from rkfac_lab.config import RunConfig
-from rkfac_lab.record import Run
 
 PUBLISHED, RANDOMIZED = "K-FAC, as published", "RS-KFAC, as published"
 KEPT, LIKE = "RS-KFAC, identity kept", "K-FAC, factored"
@@ -99,16 +98,11 @@ class FewerEpochs(Claim):
         ]
         runs = desk.train({f"{v} lr {lr:g} seed {seed}": self._run(v, lr, seed) for v, lr, seed in wanted})
         rows = [
-            {"variant": variant, "lr": lr, "seed": seed, **self._outcome(run)}
+            {"variant": variant, "lr": lr, "seed": seed, **trained.outcome(run, self.target)}
             for variant, lr, seed in wanted
             if (run := runs.get(f"{variant} lr {lr:g} seed {seed}")) is not None
         ]
         return {"trials": trials, "best": best, "rows": rows}
-
-    def _outcome(self, run: Run) -> dict[str, Any]:
-        first = next((line["step"] for line in run.epochs if line["test_accuracy"] >= self.target), None)
-        curve = [[line["step"], line["test_accuracy"]] for line in run.epochs]
-        return {"status": run.summary["status"], "steps": first, "end": curve[-1][1] if curve else None, "curve": curve}
 
     def _ends(self, found: Found, variant: str, lr: float) -> list[float]:
         """Accuracies at the end, seed by seed; what diverged has none."""
@@ -225,12 +219,10 @@ reported run has:
         figure, panels = drawing.panels(2, across="step", up="test accuracy", same_height=True)
         for axes, optimizer, title in zip(panels, ("k-fac", "rs-kfac"), ("exact K-FAC", "RS-KFAC"), strict=True):
             for position, variant in enumerate(v for v, (name, _, _) in VARIANTS.items() if name == optimizer):
-                rows = self._rows(found, variant, self.common)
-                shared = set.intersection(*({step for step, _ in row["curve"]} for row in rows)) if rows else set()
-                steps = sorted(shared)
-                means = [statistics.fmean(dict(map(tuple, row["curve"]))[step] for row in rows) for step in steps]
                 label = ", ".join(VARIANTS[variant][2][:2] if optimizer == "k-fac" else VARIANTS[variant][2][1:])
-                axes.plot(steps, means, **drawing.look(position), label=label)
+                axes.plot(
+                    *trained.mean_curve(self._rows(found, variant, self.common)), **drawing.look(position), label=label
+                )
             axes.set_title(title)
             axes.legend(frameon=False, fontsize=9, loc="lower right")
         return {"curves": figure}

@@ -230,14 +230,8 @@ ended. The covariance itself, of infinitely many rows at those weights, has so m
             for position, (key, label) in enumerate(names.items()):
                 numbers, values = zip(*case[key], strict=True)
                 axes.plot(numbers, values, **drawing.look(position), label=label)
-            drawing.logarithmic(axes.xaxis)
-            drawing.logarithmic(axes.yaxis)
-            axes.set_ylim(1e-5, 1.5)
-            drawing.note(axes, [(NEGLIGIBLE, "a 33rd")])
-            axes.set_title(
-                f"{SIDES[case['side']]}, rho {case['rho']:g}, {n} rows a batch, lr {case['lr']:g}", fontsize=10
-            )
-            axes.legend(frameon=False, fontsize=9, loc="lower left")
+            title = f"{SIDES[case['side']]}, rho {case['rho']:g}, {n} rows a batch, lr {case['lr']:g}"
+            drawing.as_spectrum(axes, NEGLIGIBLE, "a 33rd", title)
         return figure
 
 

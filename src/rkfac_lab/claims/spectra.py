@@ -277,14 +277,8 @@ is left. Factors wider than {self.once_above} were decomposed once, with the lon
             for position, factor in enumerate(factors):
                 modes, values = zip(*factor["curve"], strict=True)
                 axes.plot(modes, values, **drawing.look(position), label=f"width {factor['width']}, d = {factor['d']}")
-            drawing.logarithmic(axes.xaxis)
-            drawing.logarithmic(axes.yaxis)
-            axes.set_ylim(1e-5, 1.5)
-            drawing.note(axes, [(NEGLIGIBLE, "a 33rd")])
-            axes.set_title(
-                f"{family}, {FAMILIES[family].layers[layer]}, {SIDES[side]}, batch {max(self.batches)}", fontsize=10
-            )
-            axes.legend(frameon=False, fontsize=8, loc="lower left")
+            title = f"{family}, {FAMILIES[family].layers[layer]}, {SIDES[side]}, batch {max(self.batches)}"
+            drawing.as_spectrum(axes, NEGLIGIBLE, "a 33rd", title)
         return figure
 
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from rkfac import linalg
-from rkfac_lab.claims import pages
-from rkfac_lab.claims import rank as ranking
-from rkfac_lab.claims.captured import Captured, Subject, apart, step_of
+from rkfac_lab.claims import pages, truncation
+from rkfac_lab.claims.captured import OLD, YOUNG, Captured, Subject, apart, step_of
 from rkfac_lab.claims.claim import FAILS, HOLDS, PARTLY
 from rkfac_lab.claims.desk import Desk
-from rkfac_lab.claims.rank import OLD, PAPERS, TAILS, YOUNG, Rank
+from rkfac_lab.claims.rank import PAPERS, Rank
+from rkfac_lab.claims.truncation import TAILS
 
 
 def falling(d, remnant, seed):
@@ -31,45 +31,45 @@ def layer(remnant=0.0):
 @pytest.mark.parametrize("rank", [3, 12, 20])
 def test_a_truncated_step_is_the_librarys(tail, rank):
     one = layer(0.01)
-    full = ranking.modes(one)
+    full = truncation.modes(one)
     G, A = (linalg.eigh(X, tail=tail) for X in (one.G, one.A))
     whole = step_of(G, A, one.J, 0.1)
     expected = apart(step_of(G.truncate(rank), A.truncate(rank), one.J, 0.1), whole)
-    assert ranking.errors(full, rank, tail, PAPERS) == pytest.approx(expected, abs=1e-9)
+    assert truncation.errors(full, rank, tail, PAPERS) == pytest.approx(expected, abs=1e-9)
 
 
 def test_nothing_is_lost_with_all_modes_and_less_with_more():
-    full = ranking.modes(layer(0.01))
+    full = truncation.modes(layer(0.01))
     for tail in TAILS:
-        found = [ranking.errors(full, rank, tail, PAPERS)[0] for rank in (2, 6, 20)]
+        found = [truncation.errors(full, rank, tail, PAPERS)[0] for rank in (2, 6, 20)]
         assert found[0] > found[1] > found[2] == 0
 
 
 def test_taking_the_identity_out_changes_eigenvalues_alone():
-    free = ranking.without_identity(ranking.modes(layer(0.3)), 0.3)
-    plain = ranking.modes(layer())
+    free = truncation.without_identity(truncation.modes(layer(0.3)), 0.3)
+    plain = truncation.modes(layer())
     assert torch.allclose(free.g, plain.g, atol=1e-12)
     assert torch.allclose(free.J.abs(), plain.J.abs(), atol=1e-5)
 
 
 def test_a_trace_tail_makes_up_for_an_identity_and_a_zero_tail_does_not():
-    full = ranking.modes(layer(0.5))
-    assert ranking.errors(full, 10, "trace", PAPERS)[0] < 0.01
-    assert ranking.errors(full, 10, "zero", PAPERS)[0] > 0.5
+    full = truncation.modes(layer(0.5))
+    assert truncation.errors(full, 10, "trace", PAPERS)[0] < 0.01
+    assert truncation.errors(full, 10, "zero", PAPERS)[0] > 0.5
 
 
 def test_the_rank_that_is_enough_is_and_the_one_below_is_not():
-    full = ranking.modes(layer())
-    found = ranking.enough(full, "zero", PAPERS)
+    full = truncation.modes(layer())
+    found = truncation.enough(full, "zero", PAPERS)
     assert 1 < found < 20
-    assert ranking.is_enough(*ranking.errors(full, found, "zero", PAPERS))
-    assert not ranking.is_enough(*ranking.errors(full, int(found / ranking.FINER) - 1, "zero", PAPERS))
+    assert truncation.is_enough(*truncation.errors(full, found, "zero", PAPERS))
+    assert not truncation.is_enough(*truncation.errors(full, int(found / truncation.FINER) - 1, "zero", PAPERS))
 
 
 def test_the_automatic_rule_counts_what_the_damping_leaves_visible():
     values = torch.tensor([1.0, 0.5, 0.012, 0.011, 0.010], dtype=torch.float64)
-    assert ranking.automatic(values, "zero", PAPERS) == 3  # a ninth of the damping is 0.0111
-    assert ranking.automatic(values, "trace", PAPERS) == 2  # the rest is nearly flat
+    assert truncation.automatic(values, "zero", PAPERS) == 3  # a ninth of the damping is 0.0111
+    assert truncation.automatic(values, "trace", PAPERS) == 2  # the rest is nearly flat
 
 
 def small():

@@ -13,11 +13,12 @@ from torch.nn import functional as F
 import rkfac
 from rkfac import linalg
 from rkfac_lab.claims import captured as capturing
-from rkfac_lab.claims import pages, sketches
-from rkfac_lab.claims.captured import Captured, Subject
+from rkfac_lab.claims import pages, sketching
+from rkfac_lab.claims.captured import OLD, YOUNG, Captured, Subject
 from rkfac_lab.claims.claim import FAILS, HOLDS, PARTLY
 from rkfac_lab.claims.desk import Desk
-from rkfac_lab.claims.sketches import NYSTROM, OLD, RSVD, SREVD, U_SIDE, YOUNG, Sketches
+from rkfac_lab.claims.sketches import Sketches
+from rkfac_lab.claims.sketching import NYSTROM, RSVD, SREVD, U_SIDE
 from rkfac_lab.errors import LabError
 
 
@@ -120,8 +121,8 @@ def test_steps_before_a_checkpoint_are_counted(tmp_path):
 
 def test_the_u_side_is_q_k_to_the_half_q():
     X = falling()
-    low = sketches.u_side(X, 15, 0, 3, torch.Generator().manual_seed(5))
-    Q = sketches.basis(X, 15, 2, torch.Generator().manual_seed(5))
+    low = sketching.u_side(X, 15, 0, 3, torch.Generator().manual_seed(5))
+    Q = sketching.basis(X, 15, 2, torch.Generator().manual_seed(5))
     k, W = torch.linalg.eigh(Q.mT @ X @ X @ Q)
     assert torch.allclose(low.dense(), Q @ (W * k.clamp_min(0).sqrt()) @ W.mT @ Q.mT, atol=1e-10)
 
@@ -129,7 +130,7 @@ def test_the_u_side_is_q_k_to_the_half_q():
 def test_without_orthonormalisation_the_span_is_the_same_where_rounding_allows():
     X = falling(power=0.5)
     one, other = (
-        sketches.basis(X, 6, 3, torch.Generator().manual_seed(1), orthonormalised=each) for each in (True, False)
+        sketching.basis(X, 6, 3, torch.Generator().manual_seed(1), orthonormalised=each) for each in (True, False)
     )
     assert torch.allclose(one @ one.mT, other @ other.mT, atol=1e-9)
 
@@ -138,7 +139,7 @@ def test_eigenvalues_are_ordered_at_equal_products():
     X = falling()
     values = {
         name: method(X, 12, 3, 2, generator=torch.Generator().manual_seed(2)).s
-        for name, method in sketches.METHODS.items()
+        for name, method in sketching.METHODS.items()
     }
     order = [values[SREVD], values[RSVD], values[NYSTROM], linalg.eigh(X, 12).s]
     assert all((small <= large + 1e-12).all() for small, large in pairwise(order))
@@ -146,9 +147,9 @@ def test_eigenvalues_are_ordered_at_equal_products():
 
 
 def test_nothing_is_wrong_at_full_rank_and_all_is_measured_below():
-    rows = list(sketches.measured(layer(), 40, 10, (2,), 1))
+    rows = list(sketching.measured(layer(), 40, 10, (2,), 1))
     assert all(not row["factors"] and row["exact"]["relative"] < 1e-9 for row in rows)
-    rows = list(sketches.measured(layer(), 8, 2, (2, 4), 2))
+    rows = list(sketching.measured(layer(), 8, 2, (2, 4), 2))
     assert len(rows) == 4 * 2 + 2
     by = {(row["method"], row["products"]): row for row in rows}
     for side in ("A", "G"):
@@ -177,7 +178,7 @@ def found_by(values=(0.1, 0.2), ends=((0.70, 0.71), (0.60, 0.61)), steps=(200, 3
     """Errors of RSVD and SREVD in every case, and what the trainings came to."""
     claim = small()
     rows = []
-    for method in (*sketches.METHODS, *sketches.PUBLISHED):
+    for method in (*sketching.METHODS, *sketching.PUBLISHED):
         for average in (YOUNG, OLD):
             for products in claim.products:
                 error = values[method == SREVD]
