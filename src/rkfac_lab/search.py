@@ -61,6 +61,12 @@ class Region:
         return math.log10(self.high / self.low)
 
 
+def budget(epochs: int, max_steps: int | None) -> str:
+    """What a trial was allowed to spend, in words."""
+    said = f"{epochs} epoch{'s' * (epochs != 1)}"
+    return said if max_steps is None else f"{said}, {max_steps} steps at most"
+
+
 @dataclass(frozen=True)
 class Tuned:
     """All trials, in the order of the contenders and of their turn."""
@@ -72,6 +78,7 @@ class Tuned:
     validation_share: float
     trials: tuple[Trial, ...]
     own_decays: Mapping[str, float | None] = field(default_factory=dict)
+    max_steps: int | None = None  # None: all of those epochs
 
     def contenders(self) -> list[str]:
         """Names in order of first appearance."""
@@ -121,7 +128,7 @@ class Tuned:
     def judged(self) -> str:
         """When a result was taken: after the budget, or within it."""
         when = "within" if self.metric.startswith("steps_to_") else "after"
-        return f"{when} {self.epochs} epoch{'s' * (self.epochs != 1)}"
+        return f"{when} {budget(self.epochs, self.max_steps)}"
 
     def margin_text(self) -> str:
         """How near a result must be to the best to be good."""

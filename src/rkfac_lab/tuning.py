@@ -133,6 +133,7 @@ def tune(comparison: Comparison, search: Search, folder: Path, display: Display,
         search.validation_share,
         tuple(trial for mine in trials.values() for trial in mine),
         {name: found.own_decay for name, found in spaces.items()},
+        comparison.config(comparison.contenders[0], SEED).max_steps,
     )
     disk.write_text(folder / FILE, json.dumps(to_json(tuned), indent=2) + "\n")
     return tuned
@@ -215,6 +216,7 @@ def to_json(tuned: Tuned) -> dict[str, object]:
         "metric": tuned.metric,
         "mode": tuned.mode,
         "epochs": tuned.epochs,
+        "max_steps": tuned.max_steps,
         "trials": [{**asdict(trial), "decay": tuned.decay(trial)} for trial in tuned.trials],
         "chosen": tuned.chosen(),
         "at_edge": tuned.at_edge(),

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from rkfac_lab.errors import LabError
 from rkfac_lab.harmless import visible
-from rkfac_lab.search import Region, Trial, Tuned
+from rkfac_lab.search import Region, Trial, Tuned, budget
 from rkfac_lab.structure import checked
 from rkfac_lab.table_text import metric_name, metric_value
 
@@ -50,6 +50,7 @@ class _Told(TypedDict):
 
     metric: str
     epochs: int
+    max_steps: int | None
     validation_share: float
     seed: int
     trials: list[_Tried]
@@ -59,7 +60,7 @@ class _Told(TypedDict):
 def sentences(written: Mapping[str, Any]) -> dict[str, str]:
     """How each contender that has a choice came by it, from what `tuning.json` holds."""
     try:
-        told: _Told | None = checked(dict(written), _Told)
+        told: _Told | None = checked({"max_steps": None, **written}, _Told)
     except LabError:  # by hand, or by an earlier version
         told = None
     return {name: _sentence(told, name, arguments) for name, arguments in written["chosen"].items()}
@@ -73,8 +74,8 @@ def _sentence(told: _Told | None, name: str, arguments: Mapping[str, Any]) -> st
         return visible(f"{said}; how was not recorded.")
     said += (
         f", the best of {_count(len(rates), 'trial')} (learning rates {rates[0]:g} to {rates[-1]:g}) by "
-        f"{metric_name(told['metric'])} after {_count(told['epochs'], 'epoch')}, on {100 * told['validation_share']:g} % "
-        f"of the training data kept apart, with seed {told['seed']}."
+        f"{metric_name(told['metric'])} after {budget(told['epochs'], told['max_steps'])}, on "
+        f"{100 * told['validation_share']:g} % of the training data kept apart, with seed {told['seed']}."
     )
     edge = " The best rate lies at the edge of those tried." if name in told["at_edge"] else ""
     return visible(said + edge)

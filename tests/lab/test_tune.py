@@ -310,6 +310,13 @@ def results(folder):
     return written
 
 
+def test_a_search_within_so_many_steps_says_so(tmp_path, tiny):
+    short = Comparison(tiny, ("sgd",), common={"epochs": 2, "threads": 1, "max_steps": 3})
+    found = tune.run(short, tuning.Search(1), tmp_path, console=quiet(), display=jobs.Display(quiet()))
+    assert found.judged() == "after 2 epochs, 3 steps at most"
+    assert results(tmp_path)["max_steps"] == 3
+
+
 def test_a_search_writes_its_trials_choice_and_picture(tmp_path, tiny):
     console = quiet()
     found = tune.run(contest(tiny), tuning.Search(6), tmp_path, console=console, display=jobs.Display(quiet()))
