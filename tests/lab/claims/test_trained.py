@@ -134,7 +134,7 @@ def test_table_1_has_all_rows_and_is_told_from_its_numbers(tiny, tmp_path, monke
 def costs_and_times(exact_step, sketched_step, exact, sketched):
     runs = {K_FAC: exact, RS: sketched}
     rows = {row: [{"seconds": seconds} for seconds in runs.get(row, [])] for row in (*PAPER, *OTHERS)}
-    costs = {TIMED[K_FAC]: {"step": exact_step}, TIMED[RS]: {"step": sketched_step}}
+    costs = {TIMED[K_FAC]: {"step": exact_step}, TIMED[RS]: {"step": sketched_step}, "SGD": {"step": 0.5}}
     return {"costs": costs, "scales": {"w": {"targets": [0.5, 0.6], "rows": rows}}, "full": {}}
 
 
@@ -156,10 +156,12 @@ def test_table_1_holds_where_epochs_cost_half_and_targets_come_in_half_the_time(
 
 def test_the_first_epochs_stand_beside_the_published_ones():
     claim = TableOne(scales=())
-    step = {"step": 1.0, "ratio": 1.0}
-    costs = dict.fromkeys(("RS-KFAC (default)", *TIMED.values()), step)
+    step = {"step": 1.0, "kinds": {"plain": 0.75}}
+    costs = dict.fromkeys(("SGD", "RS-KFAC (default)", *TIMED.values()), step)
     page = claim.page({"costs": costs, "scales": {}, "full": {RS: [0.35]}})
     assert "| RS-KFAC | 1 | 35.0 % | 33.3 % (26.9 to 39.2) |" in page
+    assert "| K-FAC | 1 | 196 | 1.00 | 2.32 | 0 | 0.75 | - | - |" in page
+    assert "| SGD | 1 | 196 | 1.00 | - | - | 0.75 | - | - |" in page
 
 
 def test_a_full_run_is_the_shipped_one_cut_short():
