@@ -113,7 +113,7 @@ def _accuracy_targets(*values: float) -> tuple[Target, ...]:
 def _settings(own: str | dict[str, Any], **baselines: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Tuned baselines, and every K-FAC with the numbers of one of them and nothing else, or with their own.
 
-    Numbers come from `rkfac tune` (validation data, docs/results/tuning) where a comment does not say otherwise.
+    Numbers come from `rkfac tune` (validation data, docs/results) where a comment does not say otherwise.
     """
     numbers = {"graft": own, **baselines[own]} if isinstance(own, str) else own
     # A recipe of the K-FACs' own may hold what means nothing to SENG, which has AdamW's numbers there; KLD-WRM's steps have
@@ -211,7 +211,7 @@ register(
         targets=_accuracy_targets(0.85, 0.88, 0.89),
         defaults=_settings(
             "sgd",
-            sgd={"lr": 0.1, "momentum": 0.9, "nesterov": True},
+            sgd={"lr": 0.2, "momentum": 0.9, "nesterov": True},
             adamw={"lr": 1e-2},
             muon={"lr": 1e-3},  # never tuned: a step of its takes fifty of the others here
             soap={"lr": 1e-2, "max_precondition_dim": 1024},
