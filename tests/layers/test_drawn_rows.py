@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from layers.cases import CASES, LAYOUTS, Case, each_case, laid_out
 from rkfac.layers import KroneckerAdapter, UnitAdapter, adapter_for, conv
+from rkfac.layers.base import by_position
 
 each_sharing = pytest.mark.parametrize("sharing", ["expand", "reduce"])
 MODES = ["zeros", "reflect", "replicate", "circular"]
@@ -48,6 +49,16 @@ def test_drawn_rows_are_those_rows_of_the_whole(case: Case, sharing: str) -> Non
         (found,) = adapter.input_rows(module, x, bias, sharing, drawn)
         assert A.shape[-2] == n
         torch.testing.assert_close(found, A[..., drawn, :])
+
+
+@pytest.mark.parametrize("trailing", [1, 2])
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (1, 0, 2, 3), (3, 2, 1, 0)])
+def test_rows_by_position_whatever_the_memory(trailing: int, order: tuple[int, ...]) -> None:
+    x = torch.randn(3, 4, 5, 6).permute(order)
+    whole = x.contiguous().flatten(0, 3 - trailing)
+    drawn = torch.randperm(len(whole))[:7]
+    assert torch.equal(by_position(x, None, trailing), whole)
+    assert torch.equal(by_position(x, drawn, trailing), whole[drawn])
 
 
 @st.composite

@@ -259,8 +259,9 @@ def precise(x: Tensor) -> Tensor:
 
 def by_position(x: Tensor, drawn: Tensor | None, trailing: int = 1) -> Tensor:
     """(..., d) -> (n, d): a row a leading position, or the drawn ones of them without a copy of the others."""
-    if drawn is None:
-        return x.reshape(-1, *x.shape[x.ndim - trailing :])
+    if drawn is None or x.is_contiguous():
+        rows = x.reshape(-1, *x.shape[x.ndim - trailing :])
+        return rows if drawn is None else rows.index_select(0, drawn)  # twice as fast as an index a dimension
     leading = x.shape[: x.ndim - trailing]
     return x[torch.unravel_index(drawn, leading) if len(leading) > 1 else drawn]
 
