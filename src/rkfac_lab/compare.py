@@ -24,6 +24,7 @@ from rkfac_lab import (
     plans,
     plots,
     promise_text,
+    provenance,
     ranks,
     report,
     schedules,
@@ -211,7 +212,8 @@ def numbers(results: Results, reference: str | None = None) -> dict[str, Any]:
     """The tables as plain values."""
     table = tables.table1(results.runs, results.failures)
     pairs = promises(results.runs, results.failures)
-    return {**table_text.to_json(table, reference), "promises": promise_text.to_json(pairs)}
+    told = {"promises": promise_text.to_json(pairs), "made_by": provenance.to_json(results.runs)}
+    return {**table_text.to_json(table, reference), **told}
 
 
 def write(results: Results, folder: Path, reference: str | None = None) -> list[Path]:
@@ -219,7 +221,9 @@ def write(results: Results, folder: Path, reference: str | None = None) -> list[
     table = tables.table1(results.runs, results.failures)
     pairs = promises(results.runs, results.failures)
     texts = {
-        "table.md": table_text.to_markdown(table, reference) + promise_text.to_markdown(pairs),
+        "table.md": table_text.to_markdown(table, reference)
+        + promise_text.to_markdown(pairs)
+        + provenance.to_markdown(results.runs),
         "table.csv": table_text.to_csv(table),
         "table.json": json.dumps(numbers(results, reference), indent=2) + "\n",
     }

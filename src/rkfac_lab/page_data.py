@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rkfac_lab import budgets, origin, plots, promise_text, record, table_text, tables
+from rkfac_lab import budgets, origin, plots, promise_text, provenance, record, table_text, tables
 from rkfac_lab.metrics import ends_whole
 from rkfac_lab.origin import Origin
 from rkfac_lab.promise import promises
@@ -18,7 +18,6 @@ from rkfac_lab.record import Run
 FIRST_METRICS = ("test_accuracy", "test_error", "test_loss", "train_loss")
 ABSCISSAS = {"seconds": "train_seconds", "cpu_seconds": "cpu_seconds", "step": "step", "epoch": "epoch"}
 DASHES = len(plots.DASHES)
-VERSIONS = ("rkfac", "torch", "numpy", "python")
 LAYER_FACTS = ("name", "kind", "covered", "reason", "parameters", "input_dim", "output_dim", "bytes", "failures")
 LAYER_SERIES = (
     "rank_input",
@@ -84,7 +83,7 @@ def _group(
         "budget": "; ".join(filter(None, budgets.budgets(runs))),
         "warnings": [*warnings, *_mixed_machines(runs)],
         "metrics": metrics,
-        "machines": _machines(runs),
+        "machines": provenance.machines(runs),
         "optimizers": optimizers,
         "table": table_text.to_json(table, next((name for name in wanted if name in rows), None)),
         "csv": table_text.to_csv(table),
@@ -125,7 +124,7 @@ def _warnings(runs: Sequence[Run], apart: Sequence[Sequence[Run]]) -> list[str]:
 
 
 def _mixed_machines(runs: Sequence[Run]) -> list[str]:
-    several = len(_machines(runs)) > 1
+    several = len(provenance.machines(runs)) > 1
     said = "These runs come from different machines, thread counts or versions: their seconds do not compare."
     return [said] if several else []
 
@@ -194,27 +193,6 @@ def _remarks(run: Run) -> list[str]:
     if not ends_whole(run.path / record.METRICS):
         said.append(f"the last line of {record.METRICS} was cut off while it was written and is left out.")
     return said
-
-
-def _machines(runs: Sequence[Run]) -> list[dict[str, str]]:
-    """The different machines and versions the runs were made with, and from when to when."""
-    days: dict[tuple[str, str, str], list[str]] = {}
-    for run in runs:
-        facts = run.environment
-        name = str(facts.get("processor") or facts.get("machine") or "Machine not recorded")
-        counts = [
-            f"{facts[key]} {unit}{'s' * (facts[key] != 1)}"
-            for key, unit in (("cpus", "CPU"), ("threads", "thread"))
-            if facts.get(key)
-        ]
-        size = ", ".join([*([f"device {facts['device']}"] if facts.get("device") else []), *counts])
-        versions = facts.get("versions", {})
-        named = ", ".join(f"{package} {versions[package]}" for package in VERSIONS if package in versions)
-        days.setdefault((name, size, named), []).append(str(facts.get("date", ""))[:10])
-    return [
-        {"name": name, "size": size, "versions": versions, "dates": " to ".join(sorted({min(dates), max(dates)}))}
-        for (name, size, versions), dates in days.items()
-    ]
 
 
 def _layers(run: Run) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from rkfac_lab import cli, compare, jobs, models, record, search, table_text, tables, tuning, workloads
+from rkfac_lab import cli, compare, jobs, models, origin, record, search, table_text, tables, tuning, workloads
 from rkfac_lab.comparison import Comparison, slug
 from rkfac_lab.errors import LabError
 
@@ -159,8 +159,16 @@ def test_a_comparison_writes_table_curves_and_page_of_its_runs(tmp_path, trained
     rows = list(csv.DictReader(io.StringIO((tmp_path / "table.csv").read_text())))
     best = [max(e["test_accuracy"] for e in run.epochs) for run in results.runs if run.summary["optimizer"] == "sgd"]
     assert float(rows[0]["best_test_accuracy_mean"]) == pytest.approx(sum(best) / 2)
-    assert json.loads((tmp_path / "table.json").read_text())["reference"] == "sgd"
-    assert (tmp_path / "table.md").read_text().count("| adamw |") == 3
+    written, told = json.loads((tmp_path / "table.json").read_text()), (tmp_path / "table.md").read_text()
+    assert written["reference"] == "sgd"
+    assert written["made_by"]["optimizers"]["adamw"]["seeds"] == [0, 1]
+    assert written["made_by"]["optimizers"]["sgd"]["settings"] == folders[0].config["optimizer"]["arguments"]
+    assert written["made_by"]["commands"] == [origin.kept(tmp_path).command]
+    assert written["made_by"]["machines"][0]["name"] == folders[0].environment["processor"]
+    assert told.count("| adamw |") == 3
+    assert f"    {origin.kept(tmp_path).command}" in told
+    assert "- adamw: lr 0.003 (seeds 0, 1)" in told
+    assert folders[0].environment["processor"].split()[0] in told
     assert "<svg" in (tmp_path / "curves.svg").read_text()
     assert "adamw" in (tmp_path / "report.html").read_text()
     said = console.file.getvalue()
