@@ -79,7 +79,8 @@ class Complexity(Claim):
         word = HOLDS if all(kept.values()) else PARTLY if any(kept.values()) else FAILS
         widths = f"{min(self.widths)} to {max(self.widths)} wide"
         measured_on = f"one square Linear layer, {widths}, batch {scaling.BATCH}, rank {self.rank}"
-        return Verdict(word, measured_on, f"Exponents of refresh and application together: {told}.")
+        why = f"Exponents of refresh and application together, of the last two beyond SGD's own pass: {told}."
+        return Verdict(word, measured_on, why + _doubts(measured(found)))
 
     def page(self, found: Found) -> str:
         """Seconds and exponents of each part, then who overtakes whom."""
@@ -95,7 +96,7 @@ what a plain step takes longer than SGD's, its refresh what a refresh step, stat
 The statistics of the others are not counted. An exponent is the slope of the line through all measured widths, logarithm against
 logarithm; a dash: not measured, or nothing measurable.
 """.strip(),
-            f"## The exponents\n\n{self._exponents(rows)}{_doubts(rows)}",
+            f"## The exponents\n\n{self._exponents(rows)}\n\n{_doubts(rows).strip()}".strip(),
             f"![seconds against width]({self.name}-seconds.png)",
             *(f"## {title}\n\nMedian seconds.\n\n{self._seconds(rows, part)}" for part, title in PARTS.items()),
             f"""## Who overtakes whom
@@ -170,7 +171,7 @@ def _doubts(rows: Sequence[Measurement]) -> str:
             if wide.both.median < narrow.both.median
         ]
     return (
-        f"\n\nSeconds that fall while the width grows are noise, and so is a part of that exponent: {'; '.join(told)}."
+        f" Seconds that fall while the width grows are noise, and so is a part of that exponent: {'; '.join(told)}."
         if told
         else ""
     )

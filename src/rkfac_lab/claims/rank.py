@@ -14,25 +14,23 @@ from typing import Any, ClassVar
 
 from matplotlib.figure import Figure
 
-from rkfac_lab.claims import drawing, paper
+from rkfac_lab.claims import drawing, paper, truncated_training
 from rkfac_lab.claims.captured import OLD, YOUNG, Subject, captured
 from rkfac_lab.claims.claim import FAILS, HOLDS, PARTLY, Claim, Found, Verdict
 from rkfac_lab.claims.desk import Desk
 from rkfac_lab.claims.text import around, counted, plain, share, table
+from rkfac_lab.claims.truncated_training import AUTO, Variant
 from rkfac_lab.claims.truncation import LARGE_COSINE, SMALL_ERROR, TAILS, is_enough, measured
-from rkfac_lab.config import RunConfig
 from rkfac_lab.record import Run
 
 Row = Mapping[str, Any]
 
 PAPERS = (0.1, "largest")  # damping
-SPREAD = 0.02  # of a loss: as good as the same
-EXACT, AUTO = "exact", "auto"
 
 
 @dataclass(frozen=True)
 class Rank(Claim):
-    """`subjects`: where factors come from; `fractions`: of the proportional rank; the others are those of the trainings."""
+    """`subjects`: where factors come from and what is trained; `fractions`, `trained`: of the proportional rank."""
 
     name: ClassVar[str] = "rank-220"
     title: ClassVar[str] = "Rank 220 loses nothing at a tenth of the largest eigenvalue"
@@ -60,49 +58,33 @@ class Rank(Claim):
         (0.01, "largest"),
         (1.0, "mean"),
     )
-    workload: str = "cifar10-mini"
-    widest: int = 64
-    steps: int = 300
+    steps: int = 200  # of a training
     seeds: int = 2
-    trained: tuple[float, ...] = (0.25, 1.0)  # of the proportional rank
+    trained: tuple[float, ...] = (0.25, 1.0)
 
     def small(self) -> Rank:
         """On the embedded digits."""
         return replace(
             self,
             subjects=(Subject("digits-autoencoder", 256, 0.03, 1, ("3", "12"), (3, 20)),),
-            workload="digits-mlp",
             steps=12,
             seeds=1,
             trained=(1.0,),
         )
 
-    def rank(self, fraction: float = 1.0) -> int:
-        """Of the trainings: the paper's, in proportion."""
-        return max(1, round(fraction * paper.rank_at(self.widest)))
+    @property
+    def _subjects(self) -> list[Subject]:
+        return [Subject(*values) for values in self.subjects]
 
     @property
-    def variants(self) -> dict[str, tuple[str, dict[str, Any]]]:
-        """Every training: which optimizer, and in what it differs from the paper's settings."""
-        wanted: dict[str, tuple[str, dict[str, Any]]] = {}
-        for average, start in ((YOUNG, "paper"), (OLD, "unbiased")):
-            wanted[_title(EXACT, None, average)] = "k-fac", {"factor_start": start}
-            for fraction in self.trained if average == YOUNG else (1.0,):
-                for tail in TAILS:
-                    given = {"factor_start": start, "rank": self.rank(fraction), "tail": tail}
-                    wanted[_title(str(self.rank(fraction)), tail, average)] = "rs-kfac", given
-        wanted[_title(AUTO, "zero", YOUNG)] = "rs-kfac", {"rank": "auto"}
-        return wanted
-
-    def _run(self, optimizer: str, arguments: dict[str, Any], seed: int) -> RunConfig:
-        last = max(1, self.steps // 6)  # the loss is a mean over these
-        length = {"epochs": self.steps, "max_steps": self.steps, "evaluate_every": self.steps, "evaluate_steps": last}
-        return paper.run(self.workload, optimizer, arguments, seed=seed, **length)
+    def variants(self) -> list[Variant]:
+        """Every training of a subject."""
+        return truncated_training.variants(self.trained)
 
     def measure(self, desk: Desk) -> dict[str, Any]:
         """First the steps made of captured factors, then what an automatic rank keeps in the same trainings, then losses."""
         rows: list[dict[str, Any]] = []
-        subjects = [Subject(*values) for values in self.subjects]
+        subjects = self._subjects
         for subject in subjects:
             ranks = [max(1, round(fraction * subject.rank)) for fraction in self.fractions]
             for layer in captured(desk, subject):
@@ -110,18 +92,7 @@ class Rank(Claim):
                 rows += desk.part(title, partial(_listed, layer, ranks, self.dampings))
         automatic_runs = desk.train({f"auto rank {s.workload}": s.run(rank=AUTO) for s in subjects})
         kept = {s.workload: _kept(automatic_runs.get(f"auto rank {s.workload}"), s.layers) for s in subjects}
-        wanted = {
-            f"{title} seed {seed}": self._run(optimizer, arguments, seed)
-            for seed in range(self.seeds)
-            for title, (optimizer, arguments) in self.variants.items()
-        }
-        runs = desk.train(wanted)
-        losses = [
-            {"variant": title, "seed": seed, **_outcome(run)}
-            for title in self.variants
-            for seed in range(self.seeds)
-            if (run := runs.get(f"{title} seed {seed}")) is not None
-        ]
+        losses = truncated_training.trained(desk, subjects, self.variants, self.steps, self.seeds)
         return {"rows": rows, "kept": kept, "losses": losses}
 
     # --- what was found
@@ -132,35 +103,21 @@ class Rank(Claim):
         tails = TAILS if tail is None else (tail,)
         return [row["relative"][position] for one in tails for row in _rows(found, average=average, tail=one)]
 
-    def _losses(self, found: Found, title: str, what: str = "loss") -> list[float]:
-        """Seed by seed; what diverged has none."""
-        return [row[what] for row in found["losses"] if row["variant"] == title and row[what] is not None]
-
-    def excess(self, found: Found, tail: str, average: str = YOUNG) -> tuple[float, float] | None:
-        """How much larger the loss is at the proportional rank than with all modes, relatively, and what may be chance."""
-        exact = self._losses(found, _title(EXACT, None, average))
-        ours = self._losses(found, _title(str(self.rank()), tail, average))
-        if not exact or len(ours) < len(exact):
-            return None
-        mean = statistics.fmean(exact)
-        spread = max(statistics.stdev(values) if len(values) > 1 else 0.0 for values in (exact, ours))
-        return (statistics.fmean(ours) - mean) / mean, max(SPREAD, spread / mean)
-
     def step_is_kept(self, found: Found) -> bool:
         """Whether every layer's step is, with both tails."""
         errors_found = self.judged(found)
         return bool(errors_found) and all(error < SMALL_ERROR for error in errors_found)
 
     def loss_is_kept(self, found: Found) -> bool:
-        """Whether the loss is no larger than with all modes, with both tails."""
-        excesses = [self.excess(found, tail) for tail in TAILS]
-        return all(excess is not None and excess[0] <= excess[1] for excess in excesses)
+        """Whether every training's loss is no larger than with all modes, with both tails."""
+        judged = truncated_training.judged(found["losses"], self._subjects)
+        return all(excess is not None and excess.share <= excess.chance for _, _, excess in judged)
 
     def verdict(self, found: Found) -> Verdict:
-        """Holds: every step within 5 % and the loss within the spread; partly: one of the two."""
+        """Holds: every step within 5 % and every loss within the spread; partly: one of the two."""
         word = {2: HOLDS, 1: PARTLY, 0: FAILS}[self.step_is_kept(found) + self.loss_is_kept(found)]
-        where = " and ".join(f"{subject[0]} (rank {Subject(*subject).rank})" for subject in self.subjects)
-        runs = f"{counted(self.steps, 'step')} of {self.workload}, rank {self.rank()}, {counted(self.seeds, 'seed')}"
+        where = " and ".join(f"{subject.workload} (rank {subject.rank})" for subject in self._subjects)
+        runs = f"trainings of {counted(self.steps, 'step')}, {counted(self.seeds, 'seed')}"
         return Verdict(word, f"factors of {where}; {runs}", self._why(found))
 
     def _why(self, found: Found) -> str:
@@ -172,11 +129,11 @@ class Rank(Claim):
                 good = sum(value < SMALL_ERROR for value in values)
                 parts.append(f"{good} of {len(values)} (largest {share(max(values, default=None))}) with a {tail} tail")
             told.append(f"Of averages {average} the step is within {share(SMALL_ERROR, 0)} in {' and '.join(parts)}.")
-        losses = []
-        for tail in TAILS:
-            excess = self.excess(found, tail)
-            losses.append(f"{tail} tail: -" if excess is None else f"{tail} tail: {100 * excess[0]:+.1f} %")
-        return " ".join(told) + f" The loss after {self.steps} steps against that of all modes: {', '.join(losses)}."
+        losses = [
+            f"{subject.workload}, {tail} tail: {'-' if excess is None else f'{100 * excess.share:+.1f} %'}"
+            for subject, tail, excess in truncated_training.judged(found["losses"], self._subjects)
+        ]
+        return " ".join(told) + f" The loss after {self.steps} steps against that of all modes: {'; '.join(losses)}."
 
     # --- what is read
 
@@ -221,16 +178,17 @@ end of the same training with a zero tail, where it is at most 256 and what the 
 
 ## The loss after {self.steps} steps
 
-{self.workload} with the paper's settings, proportional rank {self.rank()}, mean and standard deviation over
-{counted(self.seeds, "seed")}. The training loss is the mean over the last sixth of the steps. Without the identity: averages that
-are free of their start from the beginning (factor_start="unbiased").
+The paper's settings, statistics every 10 steps included, at the rates above; mean and standard deviation over
+{counted(self.seeds, "seed")}. The training loss is the mean over the last sixth of the steps; "against all modes": how much
+larger it is than with all modes, the same averages and the same damping (of the largest eigenvalue). Without the identity:
+averages that are free of their start from the beginning (factor_start="unbiased").
 
 {self._trained_table(found)}
 """
 
     def _by_rank(self, found: Found) -> str:
         lines = []
-        for subject in (Subject(*values) for values in self.subjects):
+        for subject in self._subjects:
             for average in (YOUNG, OLD):
                 for tail in TAILS:
                     rows = _rows(found, workload=subject.workload, average=average, tail=tail)
@@ -267,7 +225,7 @@ are free of their start from the beginning (factor_start="unbiased").
     def _last(self, found: Found, average: str, tail: str) -> list[tuple[Row, Sequence[int] | None]]:
         """Rows of the last time, and what an automatic rank kept of that layer in a training."""
         shown: list[tuple[Row, Sequence[int] | None]] = []
-        for subject in (Subject(*values) for values in self.subjects):
+        for subject in self._subjects:
             rows = _rows(found, workload=subject.workload, average=average, tail=tail, step=max(subject.steps))
             shown += [(row, found["kept"].get(subject.workload, {}).get(row["layer"])) for row in rows]
         return shown
@@ -300,11 +258,15 @@ are free of their start from the beginning (factor_start="unbiased").
         )
 
     def _trained_table(self, found: Found) -> str:
-        lines = [
-            [title, around(self._losses(found, title)), around(self._losses(found, title, "test_loss"))]
-            for title in self.variants
-        ]
-        return table(["", "training loss", "test loss"], lines)
+        rows, lines = found["losses"], []
+        for subject in self._subjects:
+            for variant in self.variants:
+                excess = truncated_training.excess(rows, subject, variant)
+                against = "" if variant.tail is None else "-" if excess is None else f"{100 * excess.share:+.1f} %"
+                values = [truncated_training.losses(rows, subject, variant, what) for what in ("loss", "test_loss")]
+                cells = [around(own) if own else "-" for own in values]
+                lines.append([subject.workload, variant.title(subject), cells[0], against, cells[1]])
+        return table(["", "", "training loss", "against all modes", "test loss"], lines, left=2)
 
     def pictures(self, found: Found) -> dict[str, Figure]:
         """Error of the step against the rank at the paper's damping, every layer at its last time."""
@@ -331,11 +293,6 @@ def _listed(*given: Any) -> list[dict[str, Any]]:
     return list(measured(*given))
 
 
-def _title(rank: str, tail: str | None, average: str) -> str:
-    named = "all modes" if rank == EXACT else f"rank {rank}, {tail} tail"
-    return f"{named}, {average}"
-
-
 def _rows(found: Found, damping: Sequence[Any] = PAPERS, **own: Any) -> list[Row]:
     """Rows with this damping and these values."""
     return [
@@ -351,14 +308,6 @@ def _kept(run: Run | None, layers: Sequence[str]) -> dict[str, list[int]]:
         return {}
     last = {record["name"]: record for record in run.layers[-1]["layers"]}
     return {name: [last[name]["rank_input"], last[name]["rank_output"]] for name in layers if name in last}
-
-
-def _outcome(run: Run) -> dict[str, Any]:
-    ended = run.summary["status"] == "finished"
-    return {
-        "loss": run.epochs[-1]["train_loss"] if ended else None,
-        "test_loss": run.epochs[-1]["test_loss"] if ended else None,
-    }
 
 
 def _pair(values: Sequence[Any]) -> str:

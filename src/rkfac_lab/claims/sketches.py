@@ -185,12 +185,19 @@ class Sketches(Claim):
             ]
             told += f"Of averages {average} the step with {counted(self.products[0], 'product')} has these relative errors, "
             told += f"medians, against that of the exact modes: {', '.join(errors)}. "
-        gains = [
+        gains = {products: self._gain(found, products) for products in self.equal}
+        ends = [
             f"{100 * gain['end'][0]:+.1f} points with {counted(products, 'product')} (seeds vary by {100 * gain['end'][1]:.1f})"
-            for products in self.equal
-            if "end" in (gain := self._gain(found, products))
+            for products, gain in gains.items()
+            if "end" in gain
         ]
-        return told + (f"RS-KFAC ends {' and '.join(gains)} from SRE-KFAC." if gains else "No pair of trainings ended.")
+        comes = [
+            f"{-gain['steps'][0]:+.0f} steps with {counted(products, 'product')} (seeds vary by {gain['steps'][1]:.0f})"
+            for products, gain in gains.items()
+            if "steps" in gain
+        ]
+        told += f"RS-KFAC ends {' and '.join(ends)} from SRE-KFAC" if ends else "No pair of trainings ended"
+        return told + (f", and comes to {100 * self.target:g} % {' and '.join(comes)} from it." if comes else ".")
 
     # --- what is read
 

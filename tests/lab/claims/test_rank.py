@@ -99,9 +99,10 @@ def found_by(error=0.01, losses=(1.0, 1.01)):
                     }
                 )
     found = [
-        {"variant": title, "seed": seed, "loss": loss, "test_loss": loss}
-        for title, (optimizer, _) in claim.variants.items()
-        for seed, loss in enumerate([losses[optimizer != "k-fac"]] * 2)
+        {"workload": subject.workload, "variant": variant.title(subject), "seed": seed, "loss": loss, "test_loss": loss}
+        for subject in (Subject(*values) for values in claim.subjects)
+        for variant in claim.variants
+        for seed, loss in enumerate([losses[variant.tail is not None]] * 2)
     ]
     return {"rows": rows, "kept": {"digits-autoencoder": {"3": [9, 4]}}, "losses": found}
 
@@ -137,13 +138,17 @@ def test_the_page_says_what_was_found():
         in page
     )
     assert "1 of 1 (largest 0.3 %) with a zero tail" in claim.verdict(found).why
-    assert "zero tail: +1.0 %, trace tail: +1.0 %" in claim.verdict(found).why
+    assert "digits-autoencoder, zero tail: +1.0 %; digits-autoencoder, trace tail: +1.0 %" in claim.verdict(found).why
+    assert (
+        "| digits-autoencoder | rank 110, zero tail, with the identity, damping 0.01 | 1.01 ± 0 | +1.0 % | 1.01 ± 0 |"
+        in page
+    )
     assert set(claim.pictures(found)) == {"steps"}
 
 
 def test_measured_written_and_read_again(tmp_path):
     subject = Subject("digits-autoencoder", 256, 0.03, 1, ("5", "8"), (1, 4))
-    claim = replace(small(), subjects=(subject,), workload="digits-autoencoder", steps=6, seeds=1)
+    claim = replace(small(), subjects=(subject,), steps=6, seeds=1)
     found = claim.measure(Desk(tmp_path / "work"))
     assert len(found["rows"]) == 2 * 2 * 2 * len(claim.dampings) * 2
     assert set(found["kept"]["digits-autoencoder"]) == {"5", "8"}
