@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -54,6 +55,8 @@ class Spectra(Claim):
     once_above: int = 5000
     fast: tuple[str, tuple[int, ...]] = ("mlp", (512, 1024, 2048))  # also at the paper's own learning rate
     fast_rate: float = 0.3
+    later: tuple[tuple[str, tuple[int, ...]], ...] = (("vgg", (64, 128)), ("mlp", (512, 1024, 2048)))  # for longer
+    later_steps: tuple[int, ...] = (100, 200, 400)
 
     def small(self) -> Spectra:
         """On the embedded digits."""
@@ -63,6 +66,8 @@ class Spectra(Claim):
             batches=(64, 128),
             steps=(5, 15, 30),
             fast=("digits", (128, 256, 512)),
+            later=(("digits", (128, 256)),),
+            later_steps=(40, 80),
         )
 
     def measure(self, desk: Desk) -> dict[str, Any]:
@@ -75,27 +80,43 @@ class Spectra(Claim):
         ]
         family, widths = self.fast
         fast = [self._part(desk, family, width, max(self.batches), self.fast_rate) for width in widths]
-        return {"walks": walks, "fast": fast}
+        later = [
+            self._part(desk, family, width, max(self.batches), steps=self.later_steps)
+            for family, widths in self.later
+            for width in widths
+        ]
+        return {"walks": walks, "fast": fast, "later": later}
 
-    def _part(self, desk: Desk, family: str, width: int, batch: int, lr: float | None = None) -> dict[str, Any]:
-        name = f"{family} {width} batch {batch}" + (f" lr {lr:g}" if lr else "")
-        found = desk.part(name, lambda: self._walked(family, width, batch, desk.data_dir, lr))
-        return {"family": family, "width": width, "batch": batch, **found}
+    def _part(
+        self,
+        desk: Desk,
+        family: str,
+        width: int,
+        batch: int,
+        lr: float | None = None,
+        steps: Sequence[int] | None = None,
+    ) -> dict[str, Any]:
+        """Measured once; `steps`: others than the claim's."""
+        name = f"{family} {width} batch {batch}" + (f" lr {lr:g}" if lr else "") + (f" to {steps[-1]}" if steps else "")
+        walked = partial(self._walked, family, width, batch, desk.data_dir, lr, steps or self.steps)
+        return {"family": family, "width": width, "batch": batch, **desk.part(name, walked)}
 
-    def _walked(self, family: str, width: int, batch: int, data_dir: str | None, lr: float | None) -> dict[str, Any]:
+    def _walked(
+        self, family: str, width: int, batch: int, data_dir: str | None, lr: float | None, steps: Sequence[int]
+    ) -> dict[str, Any]:
         walk = Walk(family, width, data_dir, batch, lr)
         layers = FAMILIES[family].layers
         inputs, _ = walk.problem.prepare(walk.data.train_x[:batch], walk.data.train_y[:batch])
         rows = rows_per_step(walk.model, inputs)
         often = [layer for layer in layers if widest(walk.model.get_submodule(layer)) <= self.once_above]
-        lasting, last = walk.watch(list(layers), self.decay), self.steps[-1]
+        lasting, last = walk.watch(list(layers), self.decay), steps[-1]
         fading: rkfac.RSKFAC | None = None
         seen: dict[tuple[float, str, str], dict[str, Any]] = {}
         for step in range(1, last + 1):
             if step == max(1, last + 1 - FORGOTTEN) and batch == max(self.batches) and often:
                 fading = walk.watch(often, self.short)
             walk.step()
-            for layer in (layers if step == last else often) if step in self.steps else ():
+            for layer in (layers if step == last else often) if step in steps else ():
                 self._look(seen, lasting, self.decay, layer, step, rows[layer])
         for layer in often:
             if fading is not None:
@@ -154,10 +175,15 @@ class Spectra(Claim):
         else:
             word = FAILS
         told = "; ".join(f"{SIDES[side]}: at most {most[side]} modes, {_grown(growth[side])}" for side in SIDES)
+        later = [(key[2], one) for key, one in self._series(found, self.decay, "later").items()]
+        fewer = ", ".join(f"{SIDES[side]} {_most(one for of, one in later if of == side)}" for side in SIDES)
         families = ", ".join(f"{name} {min(widths)} to {max(widths)} wide" for name, widths in self.families)
         measured = f"{families}, batch {' and '.join(map(str, self.batches))}, {self.steps[-1]} steps"
         return Verdict(
-            word, measured, f"After {self.steps[-1]} steps, eigenvalues above a 33rd of the largest. {told}."
+            word,
+            measured,
+            f"After {self.steps[-1]} steps, eigenvalues above a 33rd of the largest. {told}. "
+            f"After {self.later_steps[-1]} steps of the narrower networks at most: {fewer}.",
         )
 
     def page(self, found: Found) -> str:
@@ -176,25 +202,27 @@ average is free of its start. *Identity*: it starts from the identity, as in the
 ({self.decay**last:.2g} here after {last}); the same training, from (1 - rho^n) s + rho^n. A row is a sample, times a position in
 convolutions. Proposition 3.1 is the paper's bound with its alpha = 0.1, at most the width of the factor.
 
-These are the first {last} steps of a training with as many updates of the averages; the paper's figure shows up to 70 epochs.
+These are the first {last} steps of a training with as many updates of the averages, and {self.later_steps[-1]} of the narrower
+networks below; the paper's figure shows up to 70 epochs. The verdict rests on the first {last}.
 """.strip()
         ]
         for family, _ in self.families:
             parts.append(f"## {FAMILIES[family].about}")
             parts += [self._table(found, family, side) for side in SIDES]
         parts.append(f"![modes against width]({self.name}-width.png)\n\n![spectra]({self.name}-curves.png)")
-        parts += [self._fast(found), self._short(found)]
+        parts += [self._fast(found), self._later(found), self._short(found)]
         return "\n\n".join(parts)
 
     def _table(self, found: Found, family: str, side: str, walks: str = "walks") -> str:
+        steps = self.later_steps if walks == "later" else self.steps
         header = ["layer", "width", "d", "batch", "rows a step", "largest eigenvalue"]
-        header += [f"modes at step {step}" for step in self.steps]
-        header += [f"identity start, step {self.steps[-1]}", "Proposition 3.1", "last loss"]
+        header += [f"modes at step {step}" for step in steps]
+        header += [f"identity start, step {steps[-1]}", "Proposition 3.1", "last loss"]
         lines = []
         for (of, layer, where, batch), series in sorted(self._series(found, self.decay, walks).items()):
             for factor in series if (of, where) == (family, side) else ():
                 seen = {look["step"]: look for look in factor["looks"]}
-                modes = [str(seen[step]["unbiased"]) if step in seen else "-" for step in self.steps]
+                modes = [str(seen[step]["unbiased"]) if step in seen else "-" for step in steps]
                 lines.append(
                     [
                         FAMILIES[family].layers[layer],
@@ -221,6 +249,18 @@ same at {self.fast_rate:g}, batch {max(self.batches)}; the verdict rests on both
                 *(self._table(found, family, side, "fast") for side in SIDES),
             ]
         )
+
+    def _later(self, found: Found) -> str:
+        """What is left of a flat beginning."""
+        parts = [
+            f"""## Later
+
+The same for {self.later_steps[-1]} steps, batch {max(self.batches)}, of the networks that this machine trains so far."""
+        ]
+        for family, _ in self.later:
+            parts.append(f"### {FAMILIES[family].about}")
+            parts += [self._table(found, family, side, "later") for side in SIDES]
+        return "\n\n".join(parts)
 
     def _short(self, found: Found) -> str:
         """The decay of KLD-WRM, of which the paper expects fewer modes."""

@@ -14,7 +14,15 @@ from rkfac_lab.claims.desk import Desk
 from rkfac_lab.claims.spectra import Spectra, curve, looked, modes, started_from_identity, widest
 from rkfac_lab.claims.widths import FAMILIES, LOOKING, Walk
 
-TINY = replace(Spectra(), families=(("digits", (24, 32)),), batches=(16, 32), steps=(2, 5), fast=("digits", (24,)))
+TINY = replace(
+    Spectra(),
+    families=(("digits", (24, 32)),),
+    batches=(16, 32),
+    steps=(2, 5),
+    fast=("digits", (24,)),
+    later=(("digits", (24,)),),
+    later_steps=(6, 9),
+)
 
 
 def test_the_identity_start_is_known_from_the_unbiased_one():
@@ -46,7 +54,7 @@ def test_who_looks_changes_nothing():
 
 
 def test_the_short_memory_sees_enough_of_the_walk():
-    claim = replace(TINY, families=(("digits", (24,)),), batches=(32,), steps=(30,), fast=("digits", ()))
+    claim = replace(TINY, families=(("digits", (24,)),), batches=(32,), steps=(30,), fast=("digits", ()), later=())
     (walked,) = claim.measure(_Nowhere())["walks"]
     found = {(f["rho"], f["side"]): f["curve"] for f in walked["factors"]}
     walk = Walk("digits", 24, None, 32)
@@ -90,9 +98,9 @@ def test_the_layers_are_the_papers():
     assert isinstance(FAMILIES["mlp"].build(16, 10).get_submodule("3"), torch.nn.Linear)
 
 
-def made(counts, fast=None):
+def made(counts, fast=None, later=None):
     """A measurement in which the factor of a side and width has so many modes."""
-    return {"walks": walks(counts), "fast": walks(fast or {})}
+    return {"walks": walks(counts), "fast": walks(fast or {}), "later": walks(later or {})}
 
 
 def walks(counts):
@@ -143,6 +151,13 @@ def test_the_papers_learning_rate_is_judged_too():
     assert "| 180 |" in Spectra().page(made(flat, growing))
 
 
+def test_what_came_later_is_told_and_not_judged():
+    flat = {512: (100, 90), 8192: (110, 100)}
+    verdict = Spectra().verdict(made(flat, later={512: (7, 400)}))
+    assert verdict.word == HOLDS
+    assert "After 400 steps of the narrower networks at most: input factor A 7, output factor Γ 400." in verdict.why
+
+
 def test_a_small_measurement_becomes_a_page(tmp_path):
     found = TINY.measure(Desk(tmp_path))
     assert found == TINY.measure(Desk(tmp_path))
@@ -150,9 +165,12 @@ def test_a_small_measurement_becomes_a_page(tmp_path):
     assert "rho 0.5" in page
     assert [len(walk["factors"]) for walk in found["walks"]] == [2, 4, 2, 4]  # rho 0.5 with the larger batch
     assert [look["step"] for look in found["walks"][0]["factors"][0]["looks"]] == [2, 5]
+    assert [look["step"] for look in found["later"][0]["factors"][0]["looks"]] == [6, 9]
+    assert "## Later" in page
+    assert "modes at step 9" in page
     pictures = TINY.pictures(found)
     assert all(f"{TINY.name}-{name}.png" in page for name in pictures)
-    once = replace(TINY, once_above=10, batches=(16,), families=(("digits", (24,)),))
+    once = replace(TINY, once_above=10, batches=(16,), families=(("digits", (24,)),), later=())
     factors = once.measure(_Nowhere())["walks"][0]["factors"]
     assert [[look["step"] for look in factor["looks"]] for factor in factors] == [[5], [5]]
     assert {factor["rho"] for factor in factors} == {0.95}
