@@ -209,15 +209,8 @@ reported run has:
 
 {table(["", *(f"{lr:g}" for lr in self.rates)], tried)}
 
-{self._edges(found)}
+{rates.at_edge(found["trials"], found["best"])}
 """
-
-    def _edges(self, found: Found) -> str:
-        """Whose own rate others might serve better."""
-        ends = (min(self.rates), max(self.rates))
-        at_edge = [variant for variant in VARIANTS if found["best"][variant] in ends]
-        told = f"The best of {len(self.rates)} rates lies at an edge of them for {len(at_edge)} of {len(VARIANTS)}"
-        return f"{told}: {', '.join(at_edge)}. Others might serve them better." if at_edge else f"{told}."
 
     def _came(self, found: Found, variant: str, lr: float) -> str:
         steps = self._steps(found, variant, lr)

@@ -36,6 +36,13 @@ def best(values: Mapping[str, float | None]) -> float:
     return float(max(known, key=lambda lr: (known[lr], -float(lr)))) if known else min(map(float, values))
 
 
+def at_edge(trials: Mapping[str, Mapping[str, float | None]], chosen: Mapping[str, float]) -> str:
+    """Whose rate lies at an end of those tried, in a sentence: another might serve them better."""
+    names = [who for who, values in trials.items() if chosen[who] in (min(map(float, values)), max(map(float, values)))]
+    told = f"The best rate lies at an edge of those tried for {len(names)} of {len(trials)}"
+    return f"{told}: {'; '.join(names)}. Others might serve them better." if names else f"{told}."
+
+
 def _validated(run: Run | None) -> float | None:
     if run is None or run.summary["status"] != "finished":
         return None

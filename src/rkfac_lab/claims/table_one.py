@@ -217,8 +217,8 @@ One seed; a copy of the pictures that was compressed once more. The rest needs a
 
 Mean and standard deviation over the runs that met a target. The paper's four have its settings, with rank {scale["rank"]} (220 in
 proportion to the widths) and the best of three rates on validation data with a shorter budget ({tried}); K-FAC has the product
-rule, as published. The other three have the numbers that were tuned for SGD and AdamW, RS-KFAC SGD's. Every rate goes up over a
-twentieth of the steps and then down to zero.
+rule, as published. {rates.at_edge(scale["trials"], scale["best"])} The other three have the numbers that were tuned for SGD and
+AdamW, RS-KFAC SGD's. Every rate goes up over a twentieth of the steps and then down to zero.
 
 ![{workload}]({self.name}-{workload}.png)"""
 
@@ -236,7 +236,8 @@ twentieth of the steps and then down to zero.
                     y = [statistics.fmean(point[2] for point in column) for column in points]
                     axes.plot(x, y, label=row, **drawing.look(position))
             drawing.note(by_epoch, [(value, f"{100 * value:g} %") for value in scale["targets"]])
-            by_seconds.legend(frameon=False, fontsize=9, loc="lower right")
+            curves, labels = by_epoch.get_legend_handles_labels()
+            figure.legend(curves, labels, frameon=False, fontsize=9, loc="outside lower center", ncols=len(labels))
             figure.suptitle(f"{workload}: mean over the runs", fontsize=12)
             made[workload] = figure
         return made

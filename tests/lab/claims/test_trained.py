@@ -168,3 +168,10 @@ def test_a_full_run_is_the_shipped_one_cut_short():
     config = table_one._full(RS, 2)
     assert (config.workload, config.max_steps, config.optimizer.arguments["rank"]) == ("cifar10-vgg16bn", 392, 220)
     assert config.schedule["lr"][2] == 0.2
+
+
+def test_whose_best_rate_lies_at_an_edge_is_said():
+    trials = {"a": {"0.1": 0.5, "0.3": 0.6, "1": None}, "b, c": {"0.1": 0.7, "0.3": 0.6}}
+    told = rates.at_edge(trials, {"a": 0.3, "b, c": 0.1})
+    assert told == "The best rate lies at an edge of those tried for 1 of 2: b, c. Others might serve them better."
+    assert rates.at_edge(trials, {"a": 0.3, "b, c": 0.2}).endswith("for 0 of 2.")
