@@ -62,7 +62,7 @@ class FewerEpochs(Claim):
     widest: int = 64
     epochs: int = 4
     tuning_epochs: int = 1
-    rates: tuple[float, ...] = (0.1, 0.3, 1.0)
+    rates: tuple[float, ...] = (0.03, 0.1, 0.3, 1.0, 3.0)
     common: float = 0.3
     seeds: int = 2
     target: float = 0.60
