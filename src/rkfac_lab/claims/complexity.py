@@ -9,7 +9,6 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
 from typing import Any, ClassVar
 
 from matplotlib.figure import Figure
@@ -167,7 +166,7 @@ def _doubts(rows: Sequence[Measurement]) -> str:
         mine = sorted((row for row in rows if row.method == method), key=lambda row: row.width)
         told += [
             f"those of {method} fall from {narrow.width} to {wide.width}"
-            for narrow, wide in pairwise(mine)
+            for narrow, wide in itertools.pairwise(mine)
             if wide.both.median < narrow.both.median
         ]
     return (

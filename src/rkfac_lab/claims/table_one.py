@@ -23,7 +23,7 @@ from rkfac_lab.workloads import find
 
 EPOCH = 196  # steps: 50,000 pictures in batches of 256
 K_FAC, RS, SRE, SENG = published.TABLE_1
-RECOMMENDED = "RS-KFAC, recommended"
+RECOMMENDED, SGD = "RS-KFAC, recommended", "SGD"
 # The paper's four: optimizer, what they have beside the paper's settings, and rates to choose from.
 PAPER: dict[str, tuple[str, dict[str, Any], tuple[float, ...]]] = {
     K_FAC: ("k-fac", {"damping_rule": "product"}, (0.1, 0.3, 1.0)),
@@ -31,9 +31,8 @@ PAPER: dict[str, tuple[str, dict[str, Any], tuple[float, ...]]] = {
     SRE: ("sre-kfac", {}, (0.1, 0.3, 1.0)),
     SENG: ("seng", {}, (0.015, 0.05, 0.15)),
 }
-OTHERS = {RECOMMENDED: "rs-kfac+sgd", "SGD": "sgd", "AdamW": "adamw"}
+OTHERS = {RECOMMENDED: "rs-kfac+sgd", SGD: "sgd", "AdamW": "adamw"}
 SHIPPED = {K_FAC: "paper-k-fac", RS: "paper-rs-kfac", SRE: "paper-sre-kfac", SENG: "paper-seng"}
-SGD = "SGD"
 TIMED = {K_FAC: "K-FAC (paper)", RS: "RS-KFAC (paper)", SRE: "SRE-KFAC (paper)", SENG: "SENG (paper)"}
 
 
