@@ -16,7 +16,11 @@ NOT_COMPARED = ("seed", *HARMLESS)
 
 def budget(run: Run) -> str:
     """What a run was allowed to spend, in words; empty where it was not recorded."""
-    config = run.config
+    return in_words(run.config)
+
+
+def in_words(config: Mapping[str, Any]) -> str:
+    """The limits that a configuration sets; those it does not name are none."""
     said = [f"{config['epochs']} epoch{'s' * (config['epochs'] != 1)}"] if config.get("epochs") else []
     said += [f"at most {config['max_steps']} steps"] if config.get("max_steps") else []
     said += [f"at most {config['time_budget']:g} seconds"] if config.get("time_budget") else []

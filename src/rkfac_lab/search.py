@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rkfac_lab import budgets
+
 SWEEP = 5  # rates of the first sweep
 POINT, SHARE = 0.01, 0.05  # how far a good result may lie from the best: accuracies, everything else
 
@@ -59,12 +61,6 @@ class Region:
     def decades(self) -> float:
         """Its width as a power of ten."""
         return math.log10(self.high / self.low)
-
-
-def budget(epochs: int, max_steps: int | None) -> str:
-    """What a trial was allowed to spend, in words."""
-    said = f"{epochs} epoch{'s' * (epochs != 1)}"
-    return said if max_steps is None else f"{said}, {max_steps} steps at most"
 
 
 @dataclass(frozen=True)
@@ -125,10 +121,14 @@ class Tuned:
             high += 1
         return Region(sweep[low].lr, sweep[high].lr, open=low == 0 or high == len(sweep) - 1)
 
+    def budget(self) -> str:
+        """What each trial was allowed to spend, in words."""
+        return budgets.in_words({"epochs": self.epochs, "max_steps": self.max_steps})
+
     def judged(self) -> str:
         """When a result was taken: after the budget, or within it."""
         when = "within" if self.metric.startswith("steps_to_") else "after"
-        return f"{when} {budget(self.epochs, self.max_steps)}"
+        return f"{when} {self.budget()}"
 
     def margin_text(self) -> str:
         """How near a result must be to the best to be good."""

@@ -9,9 +9,10 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from rkfac_lab import budgets
 from rkfac_lab.errors import LabError
 from rkfac_lab.harmless import visible
-from rkfac_lab.search import Region, Trial, Tuned, budget
+from rkfac_lab.search import Region, Trial, Tuned
 from rkfac_lab.structure import checked
 from rkfac_lab.table_text import metric_name, metric_value
 
@@ -74,7 +75,7 @@ def _sentence(told: _Told | None, name: str, arguments: Mapping[str, Any]) -> st
         return visible(f"{said}; how was not recorded.")
     said += (
         f", the best of {_count(len(rates), 'trial')} (learning rates {rates[0]:g} to {rates[-1]:g}) by "
-        f"{metric_name(told['metric'])} after {budget(told['epochs'], told['max_steps'])}, on "
+        f"{metric_name(told['metric'])} after {budgets.in_words(told)}, on "
         f"{100 * told['validation_share']:g} % of the training data kept apart, with seed {told['seed']}."
     )
     edge = " The best rate lies at the edge of those tried." if name in told["at_edge"] else ""

@@ -277,8 +277,8 @@ def test_what_is_cut_short_while_it_tunes_goes_on_too(
 def test_a_choice_after_fewer_steps_than_its_epochs_says_so() -> None:
     trial = Trial("sgd", 0.1, 0.7, "finished", arguments={"lr": 0.1})
     tuned = Tuned("digits-mlp", "validation_accuracy", "max", 4, 0.1, (trial,), max_steps=10)
-    assert tuned.judged() == "after 4 epochs, 10 steps at most"
+    assert tuned.judged() == "after 4 epochs, at most 10 steps"
     written = tuning.to_json(tuned)
-    assert "after 4 epochs, 10 steps at most, on 10 %" in tuning_text.sentences(written)["sgd"]
+    assert "after 4 epochs, at most 10 steps, on 10 %" in tuning_text.sentences(written)["sgd"]
     del written["max_steps"]  # as it was written before
     assert "after 4 epochs, on 10 %" in tuning_text.sentences(written)["sgd"]

@@ -313,7 +313,7 @@ def results(folder):
 def test_a_search_within_so_many_steps_says_so(tmp_path, tiny):
     short = Comparison(tiny, ("sgd",), common={"epochs": 2, "threads": 1, "max_steps": 3})
     found = tune.run(short, tuning.Search(1), tmp_path, console=quiet(), display=jobs.Display(quiet()))
-    assert found.judged() == "after 2 epochs, 3 steps at most"
+    assert found.judged() == "after 2 epochs, at most 3 steps"
     assert results(tmp_path)["max_steps"] == 3
 
 
