@@ -69,7 +69,7 @@ class TableOne(Claim):
         return {
             "costs": costs,
             "scales": scales,
-            "full": {row: _accuracies(first.get(f"full size {row}")) for row, _ in self.full},
+            "full": {row: _epochs(first.get(f"full size {row}")) for row, _ in self.full},
         }
 
     def _costs(self) -> dict[str, Any]:
@@ -171,19 +171,21 @@ A step is the mean over one period (statistics every 10 steps, inverses every 50
 kind timed in turn with the others' ({counted(self.rounds, "round")}). The paper's ratios are those of its GPU. What
 an optimizer adds to SGD's step is its own part; the rest is forward and backward."""
 
-    def _full_text(self, full: Mapping[str, Sequence[float]]) -> str:
+    def _full_text(self, full: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
         lines = []
-        for row, accuracies in full.items():
+        for row, epochs in full.items():
             theirs = published.FIRST_EPOCHS.get(row, ())
-            for epoch, (ours, runs) in enumerate(zip_longest(accuracies, theirs[: len(accuracies)]), start=1):
+            for number, (ours, runs) in enumerate(zip_longest(epochs, theirs[: len(epochs)]), start=1):
                 known = "no log was published" if runs is None else f"{runs[0]:.1f} % ({runs[1]:.1f} to {runs[2]:.1f})"
-                lines.append([row, str(epoch), f"{100 * ours:.1f} %", known])
+                seconds = plain(ours["cpu_seconds"])
+                lines.append([row, str(number), f"{100 * ours['test_accuracy']:.1f} %", known, seconds])
+        header = ["", "epoch", "here", "published runs: mean (smallest to largest)", "CPU seconds until then"]
         return f"""## The first epochs at full size
 
-{table(["", "epoch", "here", "published runs: mean (smallest to largest)"], lines)}
+{table(header, lines)}
 
-One seed; a copy of the pictures that was compressed once more. The rest needs a GPU:
-`rkfac compare cifar10-vgg16bn --seeds 10`."""
+One seed, {counted(self.full_threads, "thread")}; a copy of the pictures that was compressed once more. CPU seconds are
+those of all threads, with their waiting for each other. The rest needs a GPU: `rkfac compare cifar10-vgg16bn --seeds 10`."""
 
     def _scale_text(self, workload: str, seeds: int, scale: Mapping[str, Any]) -> str:
         targets = scale["targets"]
@@ -253,8 +255,9 @@ def _full(row: str, epochs: int) -> RunConfig:
     return from_dict({**load(SHIPPED[row]).to_dict(), "max_steps": epochs * EPOCH, "evaluate_steps": 0})
 
 
-def _accuracies(run: Run | None) -> list[float]:
-    return [] if run is None else [line["test_accuracy"] for line in run.epochs]
+def _epochs(run: Run | None) -> list[dict[str, float]]:
+    kept = ("test_accuracy", "cpu_seconds")
+    return [] if run is None else [{key: line[key] for key in kept} for line in run.epochs]
 
 
 def _outcome(run: Run, targets: Sequence[float]) -> dict[str, Any]:
