@@ -32,15 +32,28 @@ def choose(
 
 def best(values: Mapping[str, float | None]) -> float:
     """The rate with the best accuracy, the smallest of equals; the smallest of all where every one diverged."""
-    known = {lr: value for lr, value in values.items() if value is not None}
-    return float(max(known, key=lambda lr: (known[lr], -float(lr)))) if known else min(map(float, values))
+    return leading(values, 1)[0]
+
+
+def leading(values: Mapping[str, float | None], count: int) -> tuple[float, ...]:
+    """So many of the best rates, best first; those that diverged are none of them, unless all did."""
+    known = sorted((-value, float(lr)) for lr, value in values.items() if value is not None)
+    return tuple(lr for _, lr in known[:count]) or (min(map(float, values)),)
+
+
+def told(trials: Mapping[str, Mapping[str, float | None]]) -> str:
+    """Every trial and what it came to."""
+    return "; ".join(
+        f"{who} " + ", ".join(f"{lr}: {'diverged' if v is None else f'{100 * v:.1f} %'}" for lr, v in values.items())
+        for who, values in trials.items()
+    )
 
 
 def at_edge(trials: Mapping[str, Mapping[str, float | None]], chosen: Mapping[str, float]) -> str:
     """Whose rate lies at an end of those tried, in a sentence: another might serve them better."""
     names = [who for who, values in trials.items() if chosen[who] in (min(map(float, values)), max(map(float, values)))]
-    told = f"The best rate lies at an edge of those tried for {len(names)} of {len(trials)}"
-    return f"{told}: {'; '.join(names)}. Others might serve them better." if names else f"{told}."
+    said = f"The best rate lies at an edge of those tried for {len(names)} of {len(trials)}"
+    return f"{said}: {'; '.join(names)}. Others might serve them better." if names else f"{said}."
 
 
 def _validated(run: Run | None) -> float | None:

@@ -131,6 +131,27 @@ def test_table_1_has_all_rows_and_is_told_from_its_numbers(tiny, tmp_path, monke
     assert claim.verdict(found).word in (HOLDS, PARTLY, FAILS)
 
 
+def test_rates_of_short_trials_are_decided_by_the_whole_budget(tmp_path, monkeypatch):
+    """The smallest rate is ahead after one epoch of four, and the second best ends better."""
+    asked = []
+
+    def choose(desk, tried, config, of=""):
+        whole = of.endswith("final")
+        asked.append({(row, lr, config(row, lr).epochs) for row, mine in tried.items() for lr in mine})
+        trials = {row: {f"{lr:g}": lr if whole else -lr for lr in mine} for row, mine in tried.items()}
+        return rates.Rates(trials, {row: rates.best(values) for row, values in trials.items()})
+
+    monkeypatch.setattr(rates, "choose", choose)
+    scale = TableOne()._scale(Desk(tmp_path), "cifar10-vgg-small", 128, 0, 1)
+    first, second = asked
+    assert {epochs for _, _, epochs in first} == {1}
+    assert second == {(row, lr, 4) for row, (_, _, mine) in PAPER.items() for lr in sorted(mine)[:2]}
+    assert scale["best"] == {row: sorted(mine)[1] for row, (_, _, mine) in PAPER.items()}
+    asked.clear()
+    assert TableOne()._scale(Desk(tmp_path), "cifar10-vgg-small", 128, 0, 2)["finals"] == {}
+    assert len(asked) == 1
+
+
 def costs_and_times(exact_step, sketched_step, exact, sketched):
     runs = {K_FAC: exact, RS: sketched}
     rows = {row: [{"seconds": seconds} for seconds in runs.get(row, [])] for row in (*PAPER, *OTHERS)}
@@ -170,6 +191,17 @@ def test_a_full_run_is_the_shipped_one_cut_short():
     config = table_one._full(RS, 2)
     assert (config.workload, config.max_steps, config.optimizer.arguments["rank"]) == ("cifar10-vgg16bn", 392, 220)
     assert config.schedule["lr"][2] == 0.2
+
+
+def test_the_leading_rates_are_the_best_ones_first():
+    values = {"0.1": 0.5, "0.3": 0.6, "1": None, "3": 0.6}
+    assert rates.leading(values, 2) == (0.3, 3.0)
+    assert rates.leading(values, 9) == (0.3, 3.0, 0.1)
+    assert rates.leading({"1": None, "0.1": None}, 2) == (0.1,)
+
+
+def test_trials_are_told_with_what_diverged():
+    assert rates.told({"a": {"0.1": 0.5, "1": None}, "b": {"3": 0.25}}) == "a 0.1: 50.0 %, 1: diverged; b 3: 25.0 %"
 
 
 def test_whose_best_rate_lies_at_an_edge_is_said():
