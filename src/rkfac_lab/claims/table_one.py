@@ -221,7 +221,12 @@ those of all threads, with their waiting for each other. The rest needs a GPU: `
                 ]
             )
         finals = rates.told(scale["finals"])
-        again = f" The best of these were tried again with all epochs, and decided: {finals}." if finals else ""
+        again = (
+            f" The best of these were tried again with all epochs, and decided: {finals} (a rule that was made after a rate "
+            "which led in short trials had been seen to end behind)."
+            if finals
+            else ""
+        )
         return f"""## {workload}: to the end, {counted(seeds, "seed")}
 
 {table(header, lines)}
