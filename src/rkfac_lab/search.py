@@ -121,14 +121,11 @@ class Tuned:
             high += 1
         return Region(sweep[low].lr, sweep[high].lr, open=low == 0 or high == len(sweep) - 1)
 
-    def budget(self) -> str:
-        """What each trial was allowed to spend, in words."""
-        return budgets.in_words({"epochs": self.epochs, "max_steps": self.max_steps})
-
     def judged(self) -> str:
         """When a result was taken: after the budget, or within it."""
         when = "within" if self.metric.startswith("steps_to_") else "after"
-        return f"{when} {self.budget()}"
+        budget = budgets.in_words({"epochs": self.epochs, "max_steps": self.max_steps})
+        return f"{when} {budget}"
 
     def margin_text(self) -> str:
         """How near a result must be to the best to be good."""
