@@ -174,6 +174,10 @@ def tune(
     grid: Annotated[
         str, typer.Option(help="First learning rates, comma-separated; five around each one's own if not given.")
     ] = "",
+    finalists: Annotated[
+        int, typer.Option(help="After short trials: so many rates of each are tried again to the end, which decides.")
+    ] = 0,
+    final_epochs: Annotated[int | None, typer.Option(help="Of each finalist; the workload's if not given.")] = None,
     validation_share: Annotated[
         float, typer.Option(help="Part of the training data that is kept apart to choose on.")
     ] = 0.1,
@@ -206,7 +210,7 @@ def tune(
     comparison = Comparison(workload, names(optimizers), 1, tuple(settings or ()), common)
     rates = tuning.rates(grid)
     count = max(tuning.TRIALS, len(rates)) if trials is None else trials
-    search = tuning.Search(count, rates, validation_share=validation_share, by=by)
+    search = tuning.Search(count, rates, None, validation_share, by, finalists, final_epochs)
     folder = out or places.dated("tune", workload, resume)
     tuned = tuners.run(comparison, search, folder, workers=jobs)
     if tuned is None:

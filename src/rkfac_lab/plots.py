@@ -213,7 +213,8 @@ def tuning(tuned: Tuned) -> Figure:
     for position, name in enumerate(contenders):
         mine = sorted((trial for trial in shown if trial.contender == name), key=lambda trial: trial.lr)
         lost = [trial for trial in tuned.of(name) if trial not in shown]
-        best = [trial for trial in mine if trial == tuned.best(name)]
+        chosen = tuned.best(name)  # of finals, which the picture has no room for, the ring is at the short trial
+        best = [trial for trial in mine if chosen and (trial.lr, trial.decay) == (chosen.lr, chosen.decay)]
         look: dict[str, Any] = {"color": colour(position), "marker": MARKERS[position % len(MARKERS)]}
         line: dict[str, Any] = {"linestyle": dash(position), "linewidth": 1.7}
         _draw_trials(axes, [trial for trial in mine if trial.decay is None], **line, **look)

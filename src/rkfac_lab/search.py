@@ -1,7 +1,8 @@
 """The search for a learning rate and a weight decay: from the trials so far to the next ones, and what they came to.
 
 First a sweep of rates, a rate beyond its edge for as long as the best lies there, then other weight decays at the best
-rate, then rates between the best and its neighbours: as many trials for everybody, and nothing in it is random.
+rate, then rates between the best and its neighbours: as many trials for everybody, and nothing in it is random. Where
+the trials were short, finals with the whole budget may decide: the rate that is ahead early need not end best.
 """
 
 from __future__ import annotations
@@ -75,6 +76,8 @@ class Tuned:
     trials: tuple[Trial, ...]
     own_decays: Mapping[str, float | None] = field(default_factory=dict)
     max_steps: int | None = None  # None: all of those epochs
+    finals: tuple[Trial, ...] = ()  # the best settings, tried again
+    final_epochs: int | None = None  # None: there are no finals
 
     def contenders(self) -> list[str]:
         """Names in order of first appearance."""
@@ -85,8 +88,12 @@ class Tuned:
         return [trial for trial in self.trials if trial.contender == contender]
 
     def best(self, contender: str) -> Trial | None:
-        """The winning trial (the smallest rate of equals), None if every one failed."""
-        return winner(self.of(contender), self.mode)
+        """The winner of its finals, of its trials if it has none (the smallest rate of equals); None if all failed."""
+        return winner(self.finals_of(contender) or self.of(contender), self.mode)
+
+    def finals_of(self, contender: str) -> list[Trial]:
+        """Its settings that were tried again with the whole budget."""
+        return [trial for trial in self.finals if trial.contender == contender]
 
     def chosen(self) -> dict[str, dict[str, Any]]:
         """Arguments of each contender that has a winner; the others keep the workload's default."""
@@ -123,14 +130,19 @@ class Tuned:
 
     def judged(self) -> str:
         """When a result was taken: after the budget, or within it."""
-        when = "within" if self.metric.startswith("steps_to_") else "after"
-        budget = budgets.in_words({"epochs": self.epochs, "max_steps": self.max_steps})
-        return f"{when} {budget}"
+        return self._within({"epochs": self.epochs, "max_steps": self.max_steps})
+
+    def judged_again(self) -> str:
+        """When a final's result was taken; empty where there are none."""
+        return self._within({"epochs": self.final_epochs}) if self.final_epochs else ""
 
     def margin_text(self) -> str:
         """How near a result must be to the best to be good."""
         kind = f"{100 * POINT:g} point" if self.metric.endswith("accuracy") else f"{100 * SHARE:g} %"
         return f"within {kind} of the best"
+
+    def _within(self, limits: Mapping[str, int | None]) -> str:
+        return f"{'within' if self.metric.startswith('steps_to_') else 'after'} {budgets.in_words(limits)}"
 
     def _margin(self, best: float) -> float:
         slack = 1e-9  # the last bits of 0.98 - 0.97 are nobody's fault
@@ -139,10 +151,21 @@ class Tuned:
 
 def winner(trials: Sequence[Trial], mode: str) -> Trial | None:
     """The best of the trials that have a finite value; of equals the smallest rate, then the one tried first."""
-    sign = 1.0 if mode == "max" else -1.0
-    measured = [trial for trial in trials if trial.value is not None and math.isfinite(trial.value)]
-    measured.sort(key=lambda trial: trial.lr)
-    return max(measured, key=lambda trial: sign * (trial.value or 0.0), default=None)
+    return next(iter(_ranked(trials, mode)), None)
+
+
+def finalists(trials: Sequence[Trial], mode: str, count: int) -> list[Setting]:
+    """The best setting at each of so many rates, best first: what is in doubt after short trials is the rate."""
+    best_at: dict[float, Setting] = {}
+    for trial in _ranked(trials, mode):
+        best_at.setdefault(trial.lr, Setting(trial.lr, trial.decay))
+    return list(best_at.values())[:count]
+
+
+def _ranked(trials: Sequence[Trial], mode: str) -> list[Trial]:
+    sign = -1.0 if mode == "max" else 1.0
+    measured = [(sign * trial.value, trial.lr, trial) for trial in trials if trial.value is not None]
+    return [trial for _, _, trial in sorted((m for m in measured if math.isfinite(m[0])), key=lambda m: m[:2])]
 
 
 def rates_around(lr: float, count: int) -> tuple[float, ...]:

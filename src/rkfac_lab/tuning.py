@@ -1,7 +1,8 @@
 """Trials of every contender on equal terms: as many for each, the same budget, the same data, the same seed.
 
 The best is the one whose metric is best at the end, or the one that needs the fewest steps to the hardest target
-(`--by target`); a run that diverges, fails or never arrives cannot win. The metric is measured on
+(`--by target`); a run that diverges, fails or never arrives cannot win. Where trials are short, the best of them can be
+tried again with the whole budget, which then decides. The metric is measured on
 a part of the training data that the trials do not train on, never on the test set, and the seed is none of those that
 are reported afterwards: nothing is chosen on what it is judged by.
 """
@@ -23,7 +24,7 @@ from rkfac_lab.data import Sources
 from rkfac_lab.errors import LabError
 from rkfac_lab.jobs import Display, Job, attempt
 from rkfac_lab.record import Run, RunFolder
-from rkfac_lab.search import Setting, Space, Trial, Tuned, next_settings, rates_around
+from rkfac_lab.search import Setting, Space, Trial, Tuned, finalists, next_settings, rates_around
 from rkfac_lab.structure import checked
 from rkfac_lab.validation import held_out
 from rkfac_lab.workloads import Target, find
@@ -65,6 +66,8 @@ class Search:
     epochs: int | None = None  # None: the comparison's
     validation_share: float = VALIDATION_SHARE
     by: str = "end"  # what decides: the metric at the end, or the steps to the hardest "target"
+    finalists: int = 0  # so many rates of each contender are tried again with all `final_epochs`
+    final_epochs: int | None = None  # None: the workload's
 
     def __post_init__(self) -> None:
         """Refuse what cannot be tried."""
@@ -77,6 +80,10 @@ class Search:
             raise LabError(f"--by must be {' or '.join(JUDGES)}, not {self.by!r}.")
         if self.epochs is not None and self.epochs < 1:
             raise LabError(f"--tune-epochs must be at least 1, not {self.epochs}.")
+        if self.finalists < 0 or (self.final_epochs is not None and not self.finalists):
+            raise LabError("--finalists is how many rates are tried again with --final-epochs, such as --finalists 2.")
+        if self.final_epochs is not None and self.final_epochs < 1:
+            raise LabError(f"--final-epochs must be at least 1, not {self.final_epochs}.")
         if not 0 < self.validation_share <= 0.5:
             raise LabError(
                 f"--validation-share must be greater than 0 (nothing is chosen on the test set) and at most 0.5, "
@@ -106,25 +113,33 @@ def tune(comparison: Comparison, search: Search, folder: Path, display: Display,
     """
     judge = judged_by(comparison.workload, search.validation_share, search.by)
     mode = judge.mode
+    final_epochs = _final_epochs(comparison, search)
     spaces = _spaces(comparison, search)
     trials: dict[str, list[Trial]] = {name: [] for name in comparison.contenders}
-    total = search.trials * len(trials)
-    while planned := _round_robin(
-        {name: next_settings(spaces[name], search.trials, mode, trials[name]) for name in trials}
-    ):
-        jobs = [_job(comparison, name, setting, search, folder) for name, setting in planned]
+    total = (search.trials + search.finalists) * len(trials)
+
+    def tried(planned: Sequence[tuple[str, Setting]], before: int, final_epochs: int | None = None) -> list[Trial]:
+        jobs = [_job(comparison, name, setting, search, folder, final_epochs) for name, setting in planned]
         for job in jobs:
             _require_ours(job)
-        results = attempt(jobs, display, workers, before=sum(map(len, trials.values())), total=total)
+        results = attempt(jobs, display, workers, before=before, total=total)
         if results.interrupted:
             raise KeyboardInterrupt
-        if not results.runs and not any(trials.values()):
+        if not results.runs and not before:
             raise LabError(f"Not one of the {len(jobs)} trials could be done: {results.failures[0].message}")
         runs = {run.path.name: run for run in results.runs}
         why = {failure.label: failure.message for failure in results.failures}
-        for (name, setting), job in zip(planned, jobs, strict=True):
-            run, message = runs.get(job.folder.name), why.get(job.config.name, "")
-            trials[name].append(_trial(name, setting, job.config, run, judge, message))
+        return [
+            _trial(name, setting, job.config, runs.get(job.folder.name), judge, why.get(job.config.name, ""))
+            for (name, setting), job in zip(planned, jobs, strict=True)
+        ]
+
+    while planned := _round_robin(
+        {name: next_settings(spaces[name], search.trials, mode, trials[name]) for name in trials}
+    ):
+        for trial in tried(planned, sum(map(len, trials.values()))):
+            trials[trial.contender].append(trial)
+    ahead = _round_robin({name: finalists(mine, mode, search.finalists) for name, mine in trials.items()})
     tuned = Tuned(
         comparison.workload,
         judge.name,
@@ -134,6 +149,8 @@ def tune(comparison: Comparison, search: Search, folder: Path, display: Display,
         tuple(trial for mine in trials.values() for trial in mine),
         {name: found.own_decay for name, found in spaces.items()},
         comparison.config(comparison.contenders[0], SEED).max_steps,
+        tuple(tried(ahead, search.trials * len(trials), final_epochs)) if ahead else (),
+        final_epochs,
     )
     disk.write_text(folder / FILE, json.dumps(to_json(tuned), indent=2) + "\n")
     return tuned
@@ -218,6 +235,8 @@ def to_json(tuned: Tuned) -> dict[str, object]:
         "epochs": tuned.epochs,
         "max_steps": tuned.max_steps,
         "trials": [{**asdict(trial), "decay": tuned.decay(trial)} for trial in tuned.trials],
+        "finals": [{**asdict(trial), "decay": tuned.decay(trial)} for trial in tuned.finals],
+        "final_epochs": tuned.final_epochs,
         "chosen": tuned.chosen(),
         "at_edge": tuned.at_edge(),
         "good_margin": tuned.margin_text(),
@@ -265,7 +284,9 @@ def _round_robin(wanted: Mapping[str, Sequence[Setting]]) -> list[tuple[str, Set
     return [(name, mine[turn]) for turn in range(longest) for name, mine in wanted.items() if turn < len(mine)]
 
 
-def _job(comparison: Comparison, contender: str, setting: Setting, search: Search, folder: Path) -> Job:
+def _job(
+    comparison: Comparison, contender: str, setting: Setting, search: Search, folder: Path, final_epochs: int | None
+) -> Job:
     arguments, name = {"lr": setting.lr}, f"lr{setting.lr:g}"
     label = f"{contender} lr={setting.lr:g}"
     if setting.decay is not None:
@@ -274,6 +295,9 @@ def _job(comparison: Comparison, contender: str, setting: Setting, search: Searc
     special: dict[str, Any] = {"label": label, "validation_share": search.validation_share}
     if search.epochs is not None:
         special["epochs"] = search.epochs
+    if final_epochs is not None:
+        special |= {"epochs": final_epochs, "max_steps": None, "label": f"{label} to the end"}
+        name = f"{name}-final{final_epochs}"
     config = comparison.config(contender, SEED, arguments, **special)
     return Job(config, folder / "tuning" / f"{slug(contender)}-{name}")
 
@@ -308,3 +332,16 @@ def _trial(contender: str, setting: Setting, config: RunConfig, run: Run | None,
 def _epochs(comparison: Comparison, search: Search) -> int:
     config = comparison.config(comparison.contenders[0], SEED)
     return search.epochs or config.epochs or find(comparison.workload).epochs
+
+
+def _final_epochs(comparison: Comparison, search: Search) -> int | None:
+    """The budget of the finals, None if there are none; refuse one that is no longer than a trial's."""
+    if not search.finalists:
+        return None
+    epochs = search.final_epochs or find(comparison.workload).epochs
+    if epochs <= _epochs(comparison, search) and comparison.config(comparison.contenders[0], SEED).max_steps is None:
+        raise LabError(
+            f"--finalists is for trials shorter than the whole budget, and here both have {epochs} epoch"
+            f"{'s' * (epochs != 1)}; give --epochs or --set max_steps=N for the trials, or leave it away."
+        )
+    return epochs

@@ -37,7 +37,7 @@ def notes(tuned: Tuned) -> list[str]:
     nothing = "has no trial that ended well and keeps the workload's settings."
     said = [f"{name} {edge}" for name in tuned.at_edge()]
     said += [f"{name} {nothing}" for name in tuned.contenders() if tuned.best(name) is None]
-    why = dict.fromkeys((trial.contender, trial.message) for trial in tuned.trials if trial.message)
+    why = dict.fromkeys((trial.contender, trial.message) for trial in (*tuned.trials, *tuned.finals) if trial.message)
     return [visible(text) for text in [*said, *(f"{name} failed: {message}" for name, message in why)]]
 
 
@@ -56,12 +56,14 @@ class _Told(TypedDict):
     seed: int
     trials: list[_Tried]
     at_edge: list[str]
+    finals: list[_Tried]
+    final_epochs: int | None
 
 
 def sentences(written: Mapping[str, Any]) -> dict[str, str]:
     """How each contender that has a choice came by it, from what `tuning.json` holds."""
     try:
-        told: _Told | None = checked({"max_steps": None, **written}, _Told)
+        told: _Told | None = checked({"max_steps": None, "finals": [], "final_epochs": None, **written}, _Told)
     except LabError:  # by hand, or by an earlier version
         told = None
     return {name: _sentence(told, name, arguments) for name, arguments in written["chosen"].items()}
@@ -78,6 +80,10 @@ def _sentence(told: _Told | None, name: str, arguments: Mapping[str, Any]) -> st
         f"{metric_name(told['metric'])} after {budgets.in_words(told)}, on "
         f"{100 * told['validation_share']:g} % of the training data kept apart, with seed {told['seed']}."
     )
+    finals = sorted({trial["lr"] for trial in told["finals"] if trial["contender"] == name})
+    if finals:
+        again = " and ".join(f"{rate:g}" for rate in finals)
+        said += f" It decided between {again} after {budgets.in_words({'epochs': told['final_epochs']})}."
     edge = " The best rate lies at the edge of those tried." if name in told["at_edge"] else ""
     return visible(said + edge)
 
@@ -88,12 +94,17 @@ def _count(number: int, word: str) -> str:
 
 def _trials(tuned: Tuned) -> RichTable:
     title = f"{tuned.workload}: {metric_name(tuned.metric)} {tuned.judged()} (* chosen)"
-    table = _table(title, ("optimizer", "lr", "weight decay", "result"))
+    again = tuned.judged_again()
+    table = _table(title, ("optimizer", "lr", "weight decay", "result", *([again] if again else [])))
     for name in tuned.contenders():
         best = tuned.best(name)
         mine = sorted(tuned.of(name), key=lambda trial: (trial.decay is not None, trial.lr, trial.decay or 0.0))
+        finals = {(final.lr, final.decay): final for final in tuned.finals_of(name)}
         for position, trial in enumerate(mine):
             cells = [f"{trial.lr:g}", _number(tuned.decay(trial)), _result(tuned, trial) + "*" * (trial is best)]
+            final = finals.get((trial.lr, trial.decay))
+            if again:
+                cells.append(_result(tuned, final) + "*" * (final is best) if final else "")
             table.add_row(Text(visible(name) if position == 0 else ""), *map(Text, cells))
         table.add_section()
     return table

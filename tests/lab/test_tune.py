@@ -205,6 +205,50 @@ def test_the_picture_shows_every_trial(tmp_path):
     assert all(path.stat().st_size > 1000 for path in plots.save(figure, tmp_path / "p"))
 
 
+# --- finals
+
+
+def test_finalists_have_different_rates_and_each_its_best_decay():
+    values = {0.01: 0.9, 0.03: 0.95, 0.1: None, 0.3: 0.95}
+    trials = tuned("validation_accuracy", "max", values, [(0.03, 1e-3, 0.97), (0.01, 1e-3, math.inf)]).trials
+    assert search.finalists(trials, "max", 2) == [Setting(0.03, 1e-3), Setting(0.3)]
+    assert search.finalists(trials, "max", 9) == [Setting(0.03, 1e-3), Setting(0.3), Setting(0.01)]
+    assert search.finalists(trials, "min", 1) == [Setting(0.01)]
+    assert search.finalists(trials, "max", 0) == search.finalists([], "max", 2) == []
+
+
+def with_finals(finals):
+    short = tuned("validation_accuracy", "max", {0.01: 0.9, 0.03: 0.95, 0.1: 0.97})
+    made = [Trial("x", lr, value, "finished" if value else "diverged") for lr, value in finals.items()]
+    return dataclasses.replace(short, finals=tuple(made), final_epochs=9)
+
+
+def test_what_ends_best_is_chosen_and_not_what_was_ahead():
+    found = with_finals({0.1: 0.5, 0.03: 0.98})
+    assert found.best("x").lr == 0.03
+    assert found.at_edge() == []
+    assert found.good_region("x").high == 0.1  # of the short trials, which have all rates
+    assert with_finals({0.1: None, 0.03: 0.98}).best("x").lr == 0.03
+    assert with_finals({0.1: None, 0.03: None}).best("x") is None  # ahead and then broken is no choice
+    assert with_finals({}).best("x").lr == 0.1
+
+
+def test_finals_have_a_column_a_sentence_and_the_ring(tmp_path):
+    found = with_finals({0.1: 0.5, 0.03: 0.98})
+    console = quiet()
+    tuning_text.show(found, console)
+    text = console.file.getvalue()
+    rows = [line.replace("│", " ").split() for line in text.splitlines() if "│" in line]
+    assert rows[:3] == [["x", "0.01", "0", "90%"], ["0.03", "0", "95%", "98%*"], ["0.1", "0", "97%", "50%"]]
+    assert "after 9 epochs" in text
+    said = tuning_text.sentences({**tuning.to_json(found), "chosen": {"x": {"lr": 0.03}}})["x"]
+    assert "It decided between 0.03 and 0.1 after 9 epochs." in said
+    lines = [line for line in plots.tuning(found).axes[0].get_lines() if len(line.get_xdata())]
+    assert (list(lines[1].get_xdata()), list(lines[1].get_ydata())) == ([0.03], [0.95])
+    steps = dataclasses.replace(found, metric="steps_to_validation_accuracy_0.9")
+    assert (steps.judged(), steps.judged_again()) == ("within 3 epochs", "within 9 epochs")
+
+
 # --- with a fake engine
 
 
@@ -251,6 +295,28 @@ def test_trials_are_fair_and_failures_are_results(tmp_path, monkeypatch):
     assert written["trials"][0]["decay"] == 0.0
 
 
+def test_finals_are_asked_for_after_all_trials_with_the_whole_budget(tmp_path, monkeypatch):
+    engine = Engine(peak(0.1))
+    monkeypatch.setattr(tuning, "attempt", engine)
+    comparison = Comparison(contenders=("sgd", "adamw"), settings=("max_steps=7",))
+    found = tuning.tune(comparison, tuning.Search(5, epochs=1, finalists=2), tmp_path, jobs.Display(quiet()))
+    assert engine.asked[-1] == [
+        "sgd-lr0.1-final15",
+        "adamw-lr0.03-final15",
+        "sgd-lr0.3-final15",
+        "adamw-lr0.01-final15",
+    ]
+    assert (len(found.of("sgd")), len(found.finals_of("sgd")), found.final_epochs) == (5, 2, 15)
+    written = json.loads((tmp_path / "tuning.json").read_text())
+    assert [final["lr"] for final in written["finals"]] == [0.1, 0.03, 0.3, 0.01]
+
+
+def test_finals_as_short_as_the_trials_are_refused(tmp_path):
+    comparison = Comparison(contenders=("sgd",))
+    with pytest.raises(LabError, match="both have 15 epochs"):
+        tuning.tune(comparison, tuning.Search(5, finalists=2), tmp_path, jobs.Display(quiet()))
+
+
 def test_a_stopped_search_leaves_no_choice_behind(tmp_path, monkeypatch):
     monkeypatch.setattr(tuning, "attempt", Engine(peak(0.1), stop=2))
     with pytest.raises(KeyboardInterrupt):
@@ -273,6 +339,9 @@ def test_where_no_first_trial_can_run_the_reason_is_raised(tmp_path, monkeypatch
         ({"validation_share": 0.0}, "nothing is chosen on the test set"),
         ({"validation_share": 0.9}, "at most 0.5"),
         ({"by": "luck"}, "--by must be end or target"),
+        ({"finalists": -1}, "--finalists is how many"),
+        ({"final_epochs": 3}, "--finalists is how many"),
+        ({"finalists": 1, "final_epochs": 0}, "--final-epochs must be at least 1"),
     ],
 )
 def test_senseless_searches_are_refused(arguments, said):
@@ -305,7 +374,7 @@ def contest(tiny, *contenders, **keywords):
 
 def results(folder):
     written = json.loads((folder / "tuning.json").read_text())
-    for trial in written["trials"]:
+    for trial in (*written["trials"], *written["finals"]):
         trial.pop("cpu_seconds")  # the machine's, not the trial's
     return written
 
@@ -315,6 +384,23 @@ def test_a_search_within_so_many_steps_says_so(tmp_path, tiny):
     found = tune.run(short, tuning.Search(1), tmp_path, console=quiet(), display=jobs.Display(quiet()))
     assert found.judged() == "after 2 epochs, at most 3 steps"
     assert results(tmp_path)["max_steps"] == 3
+
+
+def test_finals_are_runs_of_the_whole_budget_and_are_not_done_again(tmp_path, tiny, trained):
+    short = Comparison(tiny, ("sgd",), common={"epochs": 1, "threads": 1, "max_steps": 2})
+    settings = tuning.Search(3, finalists=2, final_epochs=2)
+    found = tune.run(short, settings, tmp_path, console=quiet(), display=jobs.Display(quiet()))
+    assert len(found.finals) == 2
+    for final in found.finals:
+        run = record.load_run(tmp_path / "tuning" / f"sgd-lr{final.lr:g}-final2")
+        assert (run.config["epochs"], run.config.get("max_steps"), run.config["seed"]) == (2, None, 1000)
+        assert run.config["validation_share"] == 0.1
+        assert run.epochs[-1]["validation_accuracy"] == final.value
+        assert run.summary["steps"] == final.steps > 2
+    before, names = results(tmp_path), list(trained[0])
+    tune.run(short, settings, tmp_path, console=quiet(), display=jobs.Display(quiet()))
+    assert results(tmp_path) == before
+    assert trained[0] == names
 
 
 def test_a_search_writes_its_trials_choice_and_picture(tmp_path, tiny):
@@ -546,6 +632,16 @@ def test_the_command_tunes_and_goes_on(tmp_path, tiny, rkfac):
     code, lines = rkfac(*arguments, "--trials", 2, "--set", "sgd.momentum=0.5", "--validation-share", 0.25)
     assert code == 0
     assert all("(from an earlier run)" in line for line in lines)
+    code, lines = rkfac(*arguments, "--trials", 1, "--finalists", 1, "--final-epochs", 2, "--set", "sgd.momentum=0.7")
+    assert code == 2
+    assert "sgd" in lines[-1]  # another momentum is another tuning
+    other = [*arguments[:-1], tmp_path / "u"]
+    code, lines = rkfac(*other, "--trials", 1, "--finalists", 1, "--final-epochs", 2)
+    assert code == 0, lines
+    assert record.load_run(tmp_path / "u" / "tuning" / "sgd-lr0.1-final2").config["epochs"] == 2
+    code, lines = rkfac(*other, "--trials", 1, "--finalists", 1, "--final-epochs", 1)
+    assert code == 2
+    assert "both have 1 epoch;" in lines[-1]
     code, lines = rkfac(*arguments, "--jobs", 0)
     assert code == 2
     assert "--jobs" in lines[-1]

@@ -41,8 +41,8 @@ TIMED = {K_FAC: "K-FAC (paper)", RS: "RS-KFAC (paper)", SRE: "SRE-KFAC (paper)",
 class TableOne(Claim):
     """`scales`: workload, channels of its widest layer, seeds, epochs of a trial. `full`: epochs at full size by row.
 
-    Where a trial has less than half of the epochs, so many `finalists` among the rates are tried again with all of them: the
-    rate that is ahead early need not be the one that ends best.
+    Where a trial has not all epochs, so many `finalists` among the rates are tried again with all of them: the rate that is
+    ahead early need not be the one that ends best.
     """
 
     name: ClassVar[str] = "table-1"
@@ -103,7 +103,7 @@ class TableOne(Claim):
         epochs = find(workload).epochs
         trials, best = rates.choose(desk, {row: tried for row, (_, _, tried) in PAPER.items()}, trying(trial), workload)
         finals: dict[str, dict[str, float | None]] = {}
-        if 2 * trial < epochs and self.finalists > 1:
+        if trial < epochs and self.finalists > 1:
             ahead = {row: rates.leading(values, self.finalists) for row, values in trials.items()}
             finals, best = rates.choose(desk, ahead, trying(epochs), f"{workload} final")
         wanted: dict[tuple[str, int], RunConfig] = {}

@@ -148,7 +148,7 @@ def test_rates_of_short_trials_are_decided_by_the_whole_budget(tmp_path, monkeyp
     assert second == {(row, lr, 4) for row, (_, _, mine) in PAPER.items() for lr in sorted(mine)[:2]}
     assert scale["best"] == {row: sorted(mine)[1] for row, (_, _, mine) in PAPER.items()}
     asked.clear()
-    assert TableOne()._scale(Desk(tmp_path), "cifar10-vgg-small", 128, 0, 2)["finals"] == {}
+    assert TableOne()._scale(Desk(tmp_path), "cifar10-vgg-small", 128, 0, 4)["finals"] == {}
     assert len(asked) == 1
 
 
