@@ -202,21 +202,25 @@ those of all threads, with their waiting for each other. The rest needs a GPU: `
     def _scale_text(self, workload: str, seeds: int, scale: Mapping[str, Any]) -> str:
         targets = scale["targets"]
         header = ["", "lr", *(f"CPU s to {100 * value:g} %" for value in targets), "CPU s of an epoch"]
-        header += [f"runs that hit {100 * targets[-1]:g} %", f"epochs to {100 * targets[-1]:g} %", "at the end"]
+        header += [
+            *(f"epochs to {100 * value:g} %" for value in targets),
+            f"runs that hit {100 * targets[-1]:g} %",
+            "at the end",
+        ]
         lines = []
         for row, runs in scale["rows"].items():
             hits = [
                 [run["seconds"][at] for run in runs if run["seconds"][at] is not None] for at in range(len(targets))
             ]
-            last = [run["epochs"] for run in runs if run["epochs"] is not None]
+            epochs = [[found for run in runs if (found := _epochs_to(run, value)) is not None] for value in targets]
             lines.append(
                 [
                     row,
                     f"{scale['best'][row]:g}" if row in scale["best"] else "tuned",
                     *(around(values) if values else "-" for values in hits),
                     around([run["epoch"] for run in runs]),
+                    *(around(values) if values else "-" for values in epochs),
                     f"{len(hits[-1])} of {len(runs)}",
-                    around(last) if last else "-",
                     percent_around([run["end"] for run in runs if run["end"] is not None]),
                 ]
             )
@@ -231,7 +235,8 @@ those of all threads, with their waiting for each other. The rest needs a GPU: `
 
 {table(header, lines)}
 
-Mean and standard deviation over the runs that met a target. The paper's four have its settings, with rank {scale["rank"]} (220 in
+Mean and standard deviation over the runs that met a target. Runs of other hours had other work beside them, and CPU seconds
+count some of it{_unrest(scale)}; epochs do not. The paper's four have its settings, with rank {scale["rank"]} (220 in
 proportion to the widths), the product rule for K-FAC, as published, and the best of these rates on validation data with a shorter
 budget: {rates.told(scale["trials"])}.{again}
 {rates.at_edge(scale["trials"], scale["best"])}
@@ -277,17 +282,30 @@ def _epochs(run: Run | None) -> list[dict[str, float]]:
 
 
 def _outcome(run: Run, targets: Sequence[float]) -> dict[str, Any]:
-    """Seconds to each target, epochs to the hardest, seconds of an epoch, and the curve."""
+    """Seconds to each target and of an epoch, the end, and the curve."""
     lines = run.epochs
     first = [next((line for line in lines if line["test_accuracy"] >= value), None) for value in targets]
     done = max((line["epochs_done"] for line in lines), default=1.0)
     return {
         "seconds": [None if line is None else line["cpu_seconds"] for line in first],
-        "epochs": None if first[-1] is None else first[-1]["epochs_done"],
         "epoch": run.summary["cpu_seconds"] / done,
         "end": lines[-1]["test_accuracy"] if lines else None,
         "curve": [[line["epochs_done"], line["cpu_seconds"], line["test_accuracy"]] for line in lines],
     }
+
+
+def _epochs_to(run: Mapping[str, Any], target: float) -> float | None:
+    """Of one run, until its accuracy is at the target."""
+    return next((float(epochs) for epochs, _, accuracy in run["curve"] if accuracy >= target), None)
+
+
+def _unrest(scale: Mapping[str, Any]) -> str:
+    """How far the CPU seconds of an epoch of one and the same row lie apart, at most; empty where it has one run."""
+    costs = {row: [run["epoch"] for run in runs] for row, runs in scale["rows"].items() if len(runs) > 1}
+    if not costs:
+        return ""
+    spread, row = max((max(mine) / min(mine), row) for row, mine in costs.items())
+    return f" (an epoch of {row} took up to {spread:.1f} times as many in one run as in another)"
 
 
 def _sooner(scale: Mapping[str, Any]) -> float | None:

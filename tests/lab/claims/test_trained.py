@@ -175,6 +175,33 @@ def test_table_1_holds_where_epochs_cost_half_and_targets_come_in_half_the_time(
     assert said in verdict.why
 
 
+def test_targets_are_told_in_epochs_too_and_how_restless_the_machine_was():
+    def run(epoch, *curve):
+        accuracies = [point[1] for point in curve]
+        seconds = [next((epoch * e for e, a in curve if a >= target), None) for target in (0.5, 0.6)]
+        return {
+            "epoch": epoch,
+            "seconds": seconds,
+            "end": accuracies[-1],
+            "curve": [[e, epoch * e, a] for e, a in curve],
+        }
+
+    rows = {K_FAC: [run(10, (1, 0.5), (2, 0.6)), run(15, (1, 0.4), (3, 0.55))], SENG: [run(8, (1, 0.3))]}
+    scale = {
+        "targets": [0.5, 0.6],
+        "rank": 28,
+        "best": {K_FAC: 1.0},
+        "finals": {},
+        "trials": {K_FAC: {"0.3": 0.1, "1": 0.2}},
+    }
+    text = TableOne()._scale_text("w", 2, {**scale, "rows": rows})
+    assert "| K-FAC | 1 | 27.5 ± 25 | 20 | 12.5 ± 3.5 | 2 ± 1.4 | 2 | 1 of 2 | 57.5 ± 3.5 % |" in text
+    assert "| SENG | tuned | - | - | 8 | - | - | 0 of 1 | 30.0 % |" in text
+    assert "(an epoch of K-FAC took up to 1.5 times as many in one run as in another)" in text
+    alone = TableOne()._scale_text("w", 1, {**scale, "rows": {SENG: rows[SENG]}})
+    assert "count some of it; epochs do not" in alone
+
+
 def test_the_first_epochs_stand_beside_the_published_ones():
     claim = TableOne(scales=())
     step = {"step": 1.0, "kinds": {"plain": 0.75}}
