@@ -230,7 +230,7 @@ def tuning(tuned: Tuned) -> Figure:
     axes.set_xlabel("learning rate")
     axes.set_ylabel(f"{_axis_name(tuned.metric)} {tuned.judged()}")
     figure.suptitle(plotted(f"{tuned.workload}: learning rates"), fontsize=12, color=INK)
-    _tuning_legend(figure, contenders)
+    _tuning_legend(figure, contenders, tuned.judged_again())
     return figure
 
 
@@ -280,13 +280,13 @@ def _off_scale(tuned: Tuned, value: float) -> bool:
     return tuned.mode == "min" and best > 0 and not value <= 30 * best
 
 
-def _tuning_legend(figure: Figure, contenders: Sequence[str]) -> None:
+def _tuning_legend(figure: Figure, contenders: Sequence[str], decided: str) -> None:
     looks: list[tuple[str, dict[str, Any]]] = [
         (plotted(name), {"color": colour(n), "marker": MARKERS[n % len(MARKERS)], "linestyle": dash(n)})
         for n, name in enumerate(contenders)
     ]
     looks += [
-        ("chosen", {"color": INK, **HOLLOW, **RING}),
+        (f"chosen by its result\n{decided}" if decided else "chosen", {"color": INK, **HOLLOW, **RING}),
         ("another\nweight decay", {"color": INK, "marker": "s", **HOLLOW}),
         ("diverged, failed\nor off the scale", {"color": INK, **CROSS}),
     ]

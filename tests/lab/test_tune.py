@@ -243,7 +243,9 @@ def test_finals_have_a_column_a_sentence_and_the_ring(tmp_path):
     assert "after 9 epochs" in text
     said = tuning_text.sentences({**tuning.to_json(found), "chosen": {"x": {"lr": 0.03}}})["x"]
     assert "It decided between 0.03 and 0.1 after 9 epochs." in said
-    lines = [line for line in plots.tuning(found).axes[0].get_lines() if len(line.get_xdata())]
+    figure = plots.tuning(found)
+    assert "chosen by its result\nafter 9 epochs" in [text.get_text() for text in figure.legends[0].get_texts()]
+    lines = [line for line in figure.axes[0].get_lines() if len(line.get_xdata())]
     assert (list(lines[1].get_xdata()), list(lines[1].get_ydata())) == ([0.03], [0.95])
     steps = dataclasses.replace(found, metric="steps_to_validation_accuracy_0.9")
     assert (steps.judged(), steps.judged_again()) == ("within 3 epochs", "within 9 epochs")
