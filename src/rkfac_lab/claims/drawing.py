@@ -46,12 +46,13 @@ def logarithmic(axis: Any) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def note(axes: Axes, lines: Sequence[tuple[float, str]]) -> None:
-    """Thin level lines with their names."""
+def note(axes: Axes, lines: Sequence[tuple[float, str]], *, left: bool = False) -> None:
+    """Thin level lines with their names at the right end, or at the left where curves end on the right."""
+    at, side = (0.01, "left") if left else (0.99, "right")
     for height, name in lines:
         axes.axhline(height, color=INK, linewidth=0.8, linestyle=":")
         axes.annotate(
-            name, (0.99, height), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8, color=INK
+            name, (at, height), xycoords=("axes fraction", "data"), ha=side, va="bottom", fontsize=8, color=INK
         )
 
 
