@@ -401,8 +401,9 @@ def _against(found: Found) -> Figure:
         for position, (name, group) in enumerate(cases.items()):
             look = {**drawing.look(position, marked=True), "linestyle": "none"}
             axes.plot([c["predicted"] for c in group], [statistics.fmean(c["seen"]) for c in group], **look, label=name)
-        drawing.logarithmic(axes.xaxis)
-        drawing.logarithmic(axes.yaxis)
+        if ends[1] > 10 * ends[0]:  # below a decade one tick would be left
+            drawing.logarithmic(axes.xaxis)
+            drawing.logarithmic(axes.yaxis)
         axes.set_title(title)
         axes.legend(frameon=False, fontsize=9, loc="upper left")
     return figure

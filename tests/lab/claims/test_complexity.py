@@ -104,3 +104,13 @@ def test_seconds_that_fall_with_the_width_are_called_noise():
         "noise, and so is a part of that exponent: those of B-KFAC (paper) fall from 4096 to 8192."
         in Complexity().page(found)
     )
+
+
+def test_noise_at_the_widest_does_not_make_an_exponent_hold():
+    found = laws(B=1.5)
+    last = next(row for row in found["rows"] if row["method"] == "B-KFAC (paper)" and row["width"] == 8192)
+    last["refresh"] = {"median": 2.0, "low": 2.0, "high": 2.0}
+    verdict = Complexity().verdict(found)
+    assert verdict.word == PARTLY
+    assert "B-KFAC 0.45, 1.50 while they rise (1: at most 1.3, beyond SGD, not so)" in verdict.why
+    assert "| 1.50, 1.50, -2.00 |" in Complexity().page(found)

@@ -80,6 +80,8 @@ def test_the_rules(simulated, fixed, word):
     verdict = Modes().verdict(found)
     assert verdict.word == word
     assert "of 4 cases" in verdict.why
+    # The covariance of the simulated cases is flat, so that it has all 100 modes; that of the layer has 50.
+    assert f"simulated 0 of 2, network {sum(abs(50 - seen) <= 3 for seen in fixed)} of 2." in verdict.why
     assert "| no |" in Modes().page(found)
 
 

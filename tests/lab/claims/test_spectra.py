@@ -155,7 +155,16 @@ def test_what_came_later_is_told_and_not_judged():
     flat = {512: (100, 90), 8192: (110, 100)}
     verdict = Spectra().verdict(made(flat, later={512: (7, 400)}))
     assert verdict.word == HOLDS
-    assert "After 400 steps of the narrower networks at most: input factor A 7, output factor Γ 400." in verdict.why
+    assert (
+        "narrower networks at most: input factor A 7 modes (of 513), output factor Γ 400 modes (of 512)." in verdict.why
+    )
+
+
+def test_what_is_flat_at_every_width_is_named():
+    assert "nearly flat" not in Spectra().verdict(made({512: (100, 500), 8192: (110, 500)})).why
+    verdict = Spectra().verdict(made({512: (100, 500), 8192: (110, 8000)}))
+    assert "1 of 2 factors are nearly flat at every width" in verdict.why
+    assert "has 500 of 512, 8000 of 8192 modes." in verdict.why
 
 
 def test_a_small_measurement_becomes_a_page(tmp_path):
