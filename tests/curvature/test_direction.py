@@ -237,9 +237,11 @@ def test_unit_blocks_are_small_solves_and_a_full_fisher_without_cross_unit_entri
     full = torch.block_diag(*blocks)  # over (unit, scale or shift): all entries between two units are zero
     dense_S = torch.linalg.solve(full + l * torch.eye(len(full), dtype=x.dtype), gradients.flatten())
     torch.testing.assert_close(torch.stack([t.flatten() for t in got], dim=-1).flatten(), dense_S)
+    assert torch.linalg.eigvalsh(blocks + l * torch.eye(k, dtype=x.dtype)).min() >= l * (1 - 1e-9)  # positive definite
     direction = made(optimizer, "0")
     torch.testing.assert_close(torch.as_tensor(direction.norm, dtype=torch.float64), S.norm())
     torch.testing.assert_close(torch.as_tensor(direction.inner, dtype=torch.float64), (S * gradients).sum())
+    assert direction.inner > 0
     torch.testing.assert_close(curved(optimizer, "0", got), torch.as_tensor(direction.inner, dtype=torch.float64))
 
 

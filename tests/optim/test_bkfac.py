@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -34,13 +35,26 @@ def wide_rows(n: int = 5, dtype: torch.dtype = torch.float64) -> tuple[Tensor, T
 # --- the algorithm
 
 
+SHORT: dict[str, Any] = {"factor_every": 2, "inverse_every": 6}
+
+
 @pytest.mark.parametrize(
-    "changes", [{}, {"factor_every": 2, "inverse_every": 6}], ids=["as it stands", "short periods"]
+    ("changes", "samples"),
+    [
+        ({"inverse_every": 10}, None),
+        (SHORT, None),
+        ({**SHORT, "tail": "trace"}, None),
+        ({**SHORT, "rank": 3, "tail": "trace", "apply": "backward"}, 3),
+        ({**SHORT, "rank": 3, "variant": "b-r", "overwrite_every": 2}, 3),
+        ({**SHORT, "rank": 3, "variant": "b-r", "overwrite_every": 3, "tail": "trace"}, 3),
+    ],
+    ids=["paper", "short periods", "trace", "few samples, trace, backward", "b-r", "b-r, trace"],
 )
-def test_thirty_steps_agree_with_numpy(changes: dict[str, Any]) -> None:
-    model, data = network(), batches()
-    keywords = {**rkfac.paper_defaults(), "rank": 5, "weight_decay": 0.0, **changes}
-    optimizer = rkfac.BKFAC(model, **keywords, decomposition=rkfac.Exact(), apply="step")
+def test_thirty_steps_agree_with_numpy(changes: dict[str, Any], samples: int | None) -> None:
+    """With few samples both sides of the hidden layer and the input of the last are online."""
+    model, data = network(), [(x[:samples], y[:samples]) for x, y in batches()]
+    keywords = {**rkfac.paper_defaults(), "rank": 5, "weight_decay": 0.0, "apply": "step", **changes}
+    optimizer = rkfac.BKFAC(model, **keywords, decomposition=rkfac.Exact())
     history, losses = numpy_online.train(
         weights_and_biases(model),
         data,
@@ -53,9 +67,14 @@ def test_thirty_steps_agree_with_numpy(changes: dict[str, Any]) -> None:
         inverse_period=keywords["inverse_every"],
         rank=keywords["rank"],
         clip=keywords["update_clip"],
+        tail=keywords["tail"],
+        overwrite_every=keywords.get("overwrite_every"),
     )
     assert_follows(model, optimizer, data, history, losses)
-    assert [r.kept_input for r in optimizer.report()] == ["dense", "online", "dense"]
+    report = optimizer.report()
+    assert [r.kept_input for r in report] == ["dense", "online", "dense" if samples is None else "online"]
+    assert [r.kept_output for r in report] == ["dense", "dense" if samples is None else "online", "dense"]
+    assert all(r.updates >= 3 for r in report)
 
 
 @pytest.mark.parametrize("apply", ["step", "backward"])
@@ -165,18 +184,32 @@ def test_an_automatic_rank_uses_what_the_damping_leaves_visible() -> None:
 
 
 class Largest(TorchDispatchMode):
-    """Entries of the largest tensor that any operation has made."""
+    """Entries of the largest tensor that any operation has made, and bytes of all that lived at once at most."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.entries = 0
+        self.entries = self.held = self.peak = 0
+        self.known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         for tensor in made if isinstance(made, tuple | list) else (made,):
             if isinstance(tensor, Tensor):
                 self.entries = max(self.entries, tensor.numel())
+                self._follow(tensor.untyped_storage())
         return made
+
+    def _follow(self, storage: torch.UntypedStorage) -> None:
+        place, size = storage._cdata, storage.nbytes()
+        if place not in self.known:
+            self.known.add(place)
+            self.held += size
+            self.peak = max(self.peak, self.held)
+            weakref.finalize(storage, self._forget, place, size)
+
+    def _forget(self, place: int, size: int) -> None:
+        self.known.discard(place)
+        self.held -= size
 
 
 @contextmanager
@@ -185,32 +218,40 @@ def largest() -> Iterator[Largest]:
         yield watch
 
 
-def steps_of(build: Any, d: int, **keywords: Any) -> int:
+def steps_of(build: Any, d: int, side: str = "input", **keywords: Any) -> Largest:
     torch.manual_seed(0)
-    model = nn.Linear(d, 8)
+    head = nn.Linear(d, 8) if side == "input" else nn.Sequential(nn.Linear(8, d), nn.Tanh())
     with largest() as watch:
+        model = nn.Sequential(head)
         optimizer = build(model, lr=0.01, rank=8, factor_every=1, inverse_every=1, **keywords)
         for _ in range(3):
             optimizer.zero_grad()
-            nn.functional.cross_entropy(model(torch.randn(16, d)), torch.randint(8, (16,))).backward()
+            x = torch.randn(16, d if side == "input" else 8)
+            nn.functional.cross_entropy(model(x), torch.randint(8, (16,))).backward()
             optimizer.step()
     (report,) = optimizer.report()
     assert report.covered
-    assert report.rank_input == 8
-    return watch.entries
+    assert (report.rank_input if side == "input" else report.rank_output) == 8
+    return watch
 
 
 @pytest.mark.parametrize("apply", ["step", "backward"])
-def test_no_matrix_of_the_width_squared_is_ever_formed(apply: str) -> None:
+@pytest.mark.parametrize("side", ["input", "output"])
+def test_no_matrix_of_the_width_squared_is_ever_formed(apply: str, side: str) -> None:
+    """Nor anything near it: what lives at once is a few hundred numbers for each of the layer's inputs or outputs."""
     d = 16384
-    assert steps_of(rkfac.BKFAC, d, apply=apply) < d * d / 4
+    watch = steps_of(rkfac.BKFAC, d, side, apply=apply)
+    assert watch.entries < 100 * d
+    assert watch.peak < 4 * 1000 * d
 
 
 def test_the_watch_sees_matrices() -> None:
     d = 1024
-    assert steps_of(rkfac.RSKFAC, d) >= d * d / 2
-    assert steps_of(rkfac.BKFAC, d, variant="b-r") >= d * d / 2
-    assert steps_of(rkfac.BKFAC, d) < d * d / 4
+    for build, keywords in ((rkfac.RSKFAC, {}), (rkfac.BKFAC, {"variant": "b-r"})):
+        watch = steps_of(build, d, **keywords)
+        assert watch.entries >= d * d / 2
+        assert watch.peak >= 4 * d * d / 2
+    assert steps_of(rkfac.BKFAC, d).entries < 100 * d
 
 
 def test_factors_that_are_surely_online_may_be_wider_than_the_widest_matrix() -> None:

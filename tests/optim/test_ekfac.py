@@ -131,6 +131,15 @@ def test_what_makes_no_sense_is_refused_by_name(keywords: dict[str, Any], words:
     assert not model._forward_hooks, "a refused optimizer left hooks behind"
 
 
+def test_a_rank_that_exact_bases_do_not_read_is_named() -> None:
+    with pytest.warns(UserWarning, match="rank=3 means nothing to EKFAC's exact bases: with decomposition"):
+        rkfac.EKFAC(mlp(), rank=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rkfac.EKFAC(mlp(), rank=3, decomposition=rkfac.RSVD())
+        rkfac.EKFAC(mlp(), rank="auto")
+
+
 def test_its_signature_is_k_fac_s_and_three_more() -> None:
     mine, base = inspect.signature(rkfac.EKFAC).parameters, inspect.signature(rkfac.KFAC).parameters
     assert mine.keys() - base.keys() == {"moments", "moment_decay", "carry"}

@@ -100,10 +100,15 @@ def test_where_more_than_the_inverse_is_wanted_there_are_eigenpairs(settings: di
 
 
 def test_wide_layers_have_eigenpairs_and_groups_too() -> None:
-    model = nn.Sequential(nn.Conv2d(2, 4, 3, groups=2), nn.Flatten(), nn.Linear(64, 700), nn.Tanh(), nn.Linear(700, 4))
+    wide = (
+        nn.Linear(64, 700),
+        nn.Tanh(),
+        nn.Linear(700, 8),
+    )  # the last of few entries: its inverse would be the dear part
+    model = nn.Sequential(nn.Conv2d(2, 4, 3, groups=2), nn.Flatten(), *wide, nn.Tanh(), nn.Linear(8, 4))
     optimizer = stated.RSKFAC(model, **RUN)
     train(model, optimizer, [images(dtype=torch.float32)])
-    assert inverted(optimizer) == {"4"}
+    assert inverted(optimizer) == {"6"}
 
 
 @pytest.mark.parametrize("damping", [10.0, 0.05, 1e-7])

@@ -7,6 +7,7 @@ formed here as a matrix. SKFAC: the average of columns and Woodbury's inverse of
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +16,6 @@ from oracles.numpy_kfac import (
     LayerStatistics,
     Parameters,
     clip_rms,
-    damped_inverse_times,
     exact_eigenpairs,
     loss_and_statistics,
     parameter_matrix,
@@ -34,34 +34,53 @@ def columns(statistics: LayerStatistics, reduce: bool) -> tuple[Array, Array]:
 
 
 class Online:
-    """A factor of B-KFAC from the identity on: truncated where rank + columns < d at first, the whole average elsewhere."""
+    """A factor of B-KFAC from the identity on: truncated where rank + columns < d at first, the whole average elsewhere.
 
-    def __init__(self, size: int, rho: float, rank: int) -> None:
-        self.rho, self.rank, self.size = rho, rank, size
-        self.average, self.identity, self.truncates = np.zeros((size, size)), 1.0, None
+    `tail` "trace" puts the mean of what was cut in the place of the modes that are not kept; `overwrite_every`: so many
+    refreshes apart, from the first on, the average itself takes the place of what is kept of it ("b-r").
+    """
+
+    def __init__(
+        self, size: int, rho: float, rank: int, tail: str = "zero", overwrite_every: int | None = None
+    ) -> None:
+        self.rho, self.rank, self.size, self.tail, self.every = rho, rank, size, tail, overwrite_every
+        self.kept, self.average = np.zeros((size, size)), np.zeros((size, size))
+        self.identity, self.truncates, self.refreshes = 1.0, None, 0
 
     def take(self, new: Array) -> None:
         if self.truncates is None:
             self.truncates = self.rank + new.shape[1] < self.size
         self.average = self.rho * self.average + (1 - self.rho) * new @ new.T
+        self.kept = self.rho * self.kept + (1 - self.rho) * new @ new.T
         self.identity *= self.rho
         if self.truncates:
-            values, vectors = np.linalg.eigh(self.average)
-            kept = vectors[:, -self.rank :]
-            self.average = kept @ np.diag(values[-self.rank :]) @ kept.T
+            values, vectors = np.linalg.eigh(self.kept)
+            vectors = vectors[:, -self.rank :]
+            self.kept = vectors @ np.diag(values[-self.rank :]) @ vectors.T
 
     def refresh(self) -> None:
-        pairs = exact_eigenpairs(self.average, self.rank if self.truncates else None)
+        overwritten = self.every is not None and self.refreshes % self.every == 0
+        if overwritten or not self.truncates:
+            self.kept = self.average
+        pairs = exact_eigenpairs(self.kept, None if overwritten or not self.truncates else self.rank)
+        rest = self.size - len(pairs.values)
+        mean = (np.trace(self.average) - pairs.values.sum()) / rest + self.identity if rest else 0.0
+        self.below = mean if self.tail == "trace" else 0.0
         self.pairs = pairs._replace(values=pairs.values + self.identity)
+        self.refreshes += 1
 
     def solve(self, kappa: float, matrix: Array) -> Array:
-        return damped_inverse_times(self.pairs, kappa * self.pairs.values.max(), matrix)
+        """Kept modes have their eigenvalues, all others have one."""
+        U, values = self.pairs
+        damping = kappa * values.max()
+        inside = U @ (U.T @ matrix / (values + damping)[:, None])
+        return inside + (matrix - U @ (U.T @ matrix)) / (self.below + damping)
 
 
 class Columns:
     """A factor of SKFAC, free of its start; slots that a batch has none for only decay."""
 
-    def __init__(self, size: int, rho: float, rank: int) -> None:
+    def __init__(self, size: int, rho: float, rank: int, **nothing: Any) -> None:
         self.rho, self.weight, self.columns = rho, 0.0, np.zeros((size, 0))
 
     def take(self, new: Array) -> None:
@@ -94,11 +113,12 @@ def train(
     inverse_period: int,
     rank: int,
     clip: float,
+    **method: Any,
 ) -> tuple[list[Parameters], list[float]]:
     """One step per batch; returns the parameters after each step and each step's loss before it."""
     parameters = [(np.array(weight, dtype=float), np.array(bias, dtype=float)) for weight, bias in parameters]
     sizes = [parameter_matrix(weight, bias).shape for weight, bias in parameters]
-    factors = [(kind(d_A, rho, rank), kind(d_G, rho, rank)) for d_G, d_A in sizes]
+    factors = [(kind(d_A, rho, rank, **method), kind(d_G, rho, rank, **method)) for d_G, d_A in sizes]
     history, losses = [], []
     for step, (images, labels) in enumerate(batches):
         loss, statistics = loss_and_statistics(parameters, images, labels)

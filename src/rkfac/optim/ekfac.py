@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from typing import Any, ClassVar, Literal, Unpack
 
@@ -21,9 +22,10 @@ class EKFAC(KFAC):
     """EK-FAC: S = U_G [U_G^T J U_A / (M + l)] U_A^T, M the second moments of the gradient's coordinates in K-FAC's bases.
 
     The eigenvectors are the factors', the eigenvalues are measured: the best diagonal there is in that basis (George et al.
-    2018). With a sketch (decomposition=rkfac.RSVD()) kept modes have moments of their own and the rest on either side one
-    mean. Beside K-FAC's cost: "samples" about as much again as the statistics, "running" about as much again as the solve at
-    every step; memory of M, in float64, r_G r_A numbers (the weight's size with exact bases).
+    2018). With a sketch (decomposition=rkfac.RSVD(), without which `rank` means nothing) kept modes have moments of their
+    own and the rest on either side one mean. Beside K-FAC's cost: "samples" about as much again as the statistics,
+    "running" about as much again as the solve at every step; memory of M, in float64, r_G r_A numbers (the weight's size
+    with exact bases).
 
     Its own arguments (all others: `KFAC`):
       moments           "samples": mean of (U_G^T J_n U_A)^2 over samples n, on statistics steps, averaged with factor_decay;
@@ -67,5 +69,11 @@ class EKFAC(KFAC):
         for name, (values, why) in refused.items():
             if given.get(name) in values:
                 raise ValueError(f"{name}={given[name]!r} does not go with EKFAC: it {why}")
+        if isinstance(given.get("rank"), int) and given.get("decomposition") is None:
+            warnings.warn(
+                f"rank={given['rank']} means nothing to EKFAC's exact bases: with decomposition=rkfac.RSVD() they are "
+                "sketched and keep so many modes",
+                stacklevel=3,
+            )
         self._method = Eigen(moments, 0.95 if moment_decay is None else float(moment_decay), carry)
         super().__init__(model, lr, **keywords)

@@ -44,6 +44,9 @@ ROWS_A_RANK = 32  # an automatic rank is a 32nd of the batch at most: applied, a
 LEAST_AFFORDABLE = 32  # fewer were worse on the digits (docs/performance.md)
 SMALL_LAYER = 40_000  # entries of a weight below which operations cost more than the flops of any rank
 INVERTED = 5.2e7  # flops that applying two whole inverses may take: up to there no thin product on a CPU is quicker
+WIDE = (
+    640  # width of a factor from which its inverse, which is cubic, takes longer than a sketch that is applied for less
+)
 
 
 class KroneckerBlock(Block):
@@ -163,7 +166,13 @@ class KroneckerBlock(Block):
         """Whether the damped inverses of both factors are all that is wanted of them, and cheap enough to be applied."""
         d_G, d_A = self.output.shape[-1], self.input.shape[-1]
         wanted = self.may_invert and not self.settings.backward and self.settings.damping.inverts
-        return wanted and at_once(self.weight) and 2 * d_G * d_A * (d_G + d_A) <= INVERTED
+        cheap = not self._wide and 2 * d_G * d_A * (d_G + d_A) <= INVERTED
+        return wanted and at_once(self.weight) and cheap
+
+    @property
+    def _wide(self) -> bool:
+        """Whether the decomposition of a factor costs more than whatever its rank costs a step."""
+        return max(self.output.shape[-1], self.input.shape[-1]) >= WIDE
 
     def _adopted(self, refreshed: Refreshed[Any]) -> Refreshed[Any]:
         """What is used of a finished decomposition."""
@@ -175,7 +184,7 @@ class KroneckerBlock(Block):
 
         Forward and backward cost 6 rows d_G d_A flops, and a preconditioner of rank r on both sides 8 r d_G d_A.
         """
-        if self.weight.numel() <= SMALL_LAYER:
+        if self.weight.numel() <= SMALL_LAYER and not self._wide:
             return None
         return max(LEAST_AFFORDABLE, self.rows // ROWS_A_RANK)
 
