@@ -303,17 +303,19 @@ def test_the_scaling_command_measures_and_does_not_extrapolate(tmp_path: Path) -
 
 
 def test_methods_at_work_in_the_backward_pass_are_measured_by_whole_steps() -> None:
-    """Application beyond SGD's step, refresh beyond a plain one."""
+    """Application beyond SGD's step, refresh beyond a plain one, each in its own round: a slow round is slow for all."""
 
     class Timed:
         name = "B-KFAC (paper)"
 
-        def __init__(self, **seconds: list[float]) -> None:
-            self.seconds = seconds.__getitem__
+        def __init__(self, **rounds: list[list[float]]) -> None:
+            self.by_round = rounds.__getitem__
 
-    measured = scaling._beyond(64, Timed(plain=[3.0, 3.5, 4.0], refresh=[9.5]), Timed(plain=[1.0, 2.0, 2.5]))  # type: ignore[arg-type]
+    own = Timed(plain=[[3.0, 3.5, 4.0], [13.0, 13.5, 14.0]], refresh=[[9.5], [19.5]])
+    measured = scaling._beyond(64, own, Timed(plain=[[1.0, 2.0, 2.5], [11.0, 12.0, 12.5]]))  # type: ignore[arg-type]
     assert measured.application.median == 1.5
     assert measured.refresh.median == 6.0
+    assert (measured.refresh.low, measured.refresh.high) == (6.0, 6.0)
     assert scaling.exponent([1024, 2048], [0.0, 1.0]) is None
 
 

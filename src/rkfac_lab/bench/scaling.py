@@ -107,11 +107,15 @@ def _timed(width: int, entrant: Entrant, sgd: Entrant) -> Measurement:
 
 
 def _beyond(width: int, entrant: Entrant, sgd: Entrant) -> Measurement:
-    """By whole steps, beyond SGD's and beyond plain ones."""
-    plain, refreshing = entrant.seconds("plain"), entrant.seconds("refresh")
-    unit, own = median(sgd.seconds("plain")), median(plain)
-    beyond, nothing = Spread.of([step - unit for step in plain]), Spread.of([0.0] * len(plain))
-    return Measurement(width, entrant.name, Spread.of([step - own for step in refreshing]), beyond, nothing)
+    """By whole steps, beyond SGD's and beyond plain ones of the same round: what slows the machine down slows down both."""
+    plain, refreshing = entrant.by_round("plain"), entrant.by_round("refresh")
+    beyond = _above(plain, sgd.by_round("plain"))
+    return Measurement(width, entrant.name, Spread.of(_above(refreshing, plain)), Spread.of(beyond), Spread.of([0.0]))
+
+
+def _above(rounds: Sequence[Sequence[float]], others: Sequence[Sequence[float]]) -> list[float]:
+    """What each step takes longer than the median of the other's in its round."""
+    return [step - median(other) for steps, other in zip(rounds, others, strict=True) for step in steps]
 
 
 def _steps(entrant: Entrant) -> list[float]:

@@ -5,6 +5,7 @@ A claim over `rkfac bench scaling`, which says what refresh and application are 
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from typing import Any, ClassVar
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
+import rkfac
 from rkfac_lab.bench import scaling
 from rkfac_lab.bench.scaling import Measurement
 from rkfac_lab.bench.timing import Spread, digits
@@ -30,6 +32,7 @@ PROMISED: dict[str, tuple[str, str, float, float]] = {
     "B-KFAC (paper)": ("beyond", "1", -math.inf, 1.3),
     "SENG (paper)": ("beyond", "1", -math.inf, 1.3),
 }
+EXPLICIT = inspect.signature(rkfac.SENG).parameters["explicit_up_to"].default
 PARTS = {
     "refresh": "One refresh",
     "application": "One application",
@@ -40,7 +43,7 @@ PARTS = {
 
 @dataclass(frozen=True)
 class Complexity(Claim):
-    """Exact K-FAC is measured up to a width of `exact_up_to`."""
+    """Exact K-FAC is measured up to a width of `exact_up_to`; exponents are those of widths from `fitted_from` on."""
 
     name: ClassVar[str] = "complexity"
     title: ClassVar[str] = "Cubic, quadratic, linear: what the width costs"
@@ -48,14 +51,15 @@ class Complexity(Claim):
         "“From O(d³) for K-FAC down to O(d²(r + r_l))”, and “partly closes the gap to SENG, which scales like O(d)”."
     )
 
-    widths: tuple[int, ...] = (1024, 2048, 4096, 8192)
+    widths: tuple[int, ...] = (256, 512, 1024, 2048, 4096, 8192)
+    fitted_from: int = 1024
     rank: int = 220
     exact_up_to: int = 4096
-    rounds: int = 2
+    rounds: int = 5
 
     def small(self) -> Complexity:
         """Narrow layers, where everything but the width decides."""
-        return replace(self, widths=(64, 128, 256), rank=16, exact_up_to=128, rounds=1)
+        return replace(self, widths=(64, 128, 256), fitted_from=64, rank=16, exact_up_to=128, rounds=1)
 
     def measure(self, desk: Desk) -> dict[str, Any]:
         """Width by width; with as many threads as the desk has."""
@@ -73,7 +77,7 @@ class Complexity(Claim):
         Where the seconds of the widest layers fall, the exponent up to there must be within its limits too: noise at one end
         must not decide.
         """
-        rows = measured(found)
+        rows = self._fitted(measured(found))
         slopes, rising = scaling.exponents(rows), scaling.exponents(_rising(rows))
         kept = {method: _kept(slopes, method) and _kept(rising, method) for method in PROMISED}
         told = ", ".join(
@@ -83,14 +87,19 @@ class Complexity(Claim):
             for method in PROMISED
         )
         word = HOLDS if all(kept.values()) else PARTLY if any(kept.values()) else FAILS
-        widths = f"{min(self.widths)} to {max(self.widths)} wide"
+        widths = f"{self.fitted_from} to {max(self.widths)} wide"
         measured_on = f"one square Linear layer, {widths}, batch {scaling.BATCH}, rank {self.rank}"
         why = f"Exponents of refresh and application together, of the last two beyond SGD's own pass: {told}."
         return Verdict(word, measured_on, why + _doubts(rows))
 
+    def _fitted(self, rows: Sequence[Measurement]) -> list[Measurement]:
+        """Narrower layers show where methods cross; what a call costs decides there, and not the power of the width."""
+        return [row for row in rows if row.width >= self.fitted_from]
+
     def page(self, found: Found) -> str:
         """Seconds and exponents of each part, then who overtakes whom."""
         rows = measured(found)
+        wide = self._fitted(rows)
         parts = [
             f"""
 One square Linear layer without a bias, batch {scaling.BATCH}, everybody with the paper's settings, rank {self.rank},
@@ -99,11 +108,15 @@ an *application* is all that `step()` does on a step without statistics, and so 
 optimizer makes: no application grows slower than the square of the width for long. *Beyond* leaves out what SGD's own `step()`
 takes. B-KFAC works in the backward pass and while it collects statistics too, and is measured by whole steps: its application is
 what a plain step takes longer than SGD's, its refresh what a refresh step, statistics included, takes longer than a plain one.
-The statistics of the others are not counted. An exponent is the slope of the line through all measured widths, logarithm against
-logarithm; a dash: not measured, or nothing measurable. Where seconds fall while the width grows, the exponent up to there must be
-within the limits too (a rule that was made after such a fall had been seen).
+The statistics of the others are not counted. An exponent is the slope of the line through the widths from {self.fitted_from} on,
+logarithm against logarithm; a dash: not measured, or nothing measurable. Narrower layers, which show where methods cross, have
+rank {self.rank} too, and B-KFAC's update needs rank and batch together to be less than the width ({self.rank + scaling.BATCH}
+here), below which it does as RS-KFAC does; SENG forms the rows of its samples up to {EXPLICIT:,} entries of a weight (a width of
+{math.isqrt(EXPLICIT)}), and keeps them as two factors above: its refresh is another one there, and cheaper. Where seconds
+fall while the width grows, the exponent up to there must be within the limits too (a rule that was made after such a fall had
+been seen).
 """.strip(),
-            f"## The exponents\n\n{self._exponents(rows)}\n\n{_doubts(rows).strip()}".strip(),
+            f"## The exponents\n\n{self._exponents(wide)}\n\n{_doubts(wide).strip()}".strip(),
             f"![seconds against width]({self.name}-seconds.png)",
             *(f"## {title}\n\nMedian seconds.\n\n{self._seconds(rows, part)}" for part, title in PARTS.items()),
             f"""## Who overtakes whom
@@ -148,7 +161,7 @@ refreshes is not in it.
     def pictures(self, found: Found) -> dict[str, Figure]:
         """One of each, and the same beyond SGD's pass."""
         rows = measured(found)
-        slopes = scaling.exponents(rows)
+        slopes = scaling.exponents(self._fitted(rows))
         figure, panels = drawing.panels(2, across="width of the layer", up="seconds")
         for axes, part in zip(panels, ("both", "beyond"), strict=True):
             for position, (method, fitted) in enumerate(slopes.items()):
@@ -165,7 +178,7 @@ refreshes is not in it.
             axes.xaxis.set_minor_locator(NullLocator())
             drawing.logarithmic(axes.yaxis)
             axes.set_title(PARTS[part])
-            axes.legend(frameon=False, fontsize=8, loc="upper left", title="with the fitted exponent", title_fontsize=8)
+            axes.legend(frameon=False, fontsize=8, loc="best", title="with the fitted exponent", title_fontsize=8)
         return {"seconds": figure}
 
 

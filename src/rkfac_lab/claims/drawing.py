@@ -46,6 +46,13 @@ def logarithmic(axis: Any) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
+def names_below(figure: Figure, axes: Axes, columns: int = 3) -> None:
+    """What the curves of all frames are, below them, where no curve is."""
+    figure.legend(
+        *axes.get_legend_handles_labels(), loc="outside lower center", ncols=columns, frameon=False, fontsize=9
+    )
+
+
 def note(axes: Axes, lines: Sequence[tuple[float, str]], *, left: bool = False) -> None:
     """Thin level lines with their names at the right end, or at the left where curves end on the right."""
     at, side = (0.01, "left") if left else (0.99, "right")

@@ -26,6 +26,7 @@ from rkfac_lab.record import Run
 Row = Mapping[str, Any]
 
 PAPERS = (0.1, "largest")  # damping
+LEAST = 1e-5  # error in a picture; what is smaller is drawn there
 
 
 @dataclass(frozen=True)
@@ -272,20 +273,22 @@ averages that are free of their start from the beginning (factor_start="unbiased
         """Error of the step against the rank at the paper's damping, every layer at its last time."""
         cases = [(average, tail) for average in (YOUNG, OLD) for tail in TAILS]
         figure, frames = drawing.panels(
-            len(cases), across="rank / proportional rank", up="relative error of the step", same_height=True
+            len(cases),
+            across="rank / proportional rank",
+            up=f"relative error of the step ({LEAST:g}: or less)",
+            same_height=True,
         )
         for axes, (average, tail) in zip(frames, cases, strict=True):
             for position, (row, _) in enumerate(self._last(found, average, tail)):
-                points = [(x, y) for x, y in zip(self.fractions, row["relative"], strict=True) if y > 1e-5]
-                if points:
-                    label = f"{row['workload']} {row['layer']}"
-                    axes.plot(*zip(*points, strict=True), **drawing.look(position, marked=True), label=label)
+                heights = [max(error, LEAST) for error in row["relative"]]
+                label = f"{row['workload']} {row['layer']}"
+                axes.plot(self.fractions, heights, **drawing.look(position, marked=True), label=label)
             drawing.note(axes, [(SMALL_ERROR, share(SMALL_ERROR, 0))])
             drawing.logarithmic(axes.yaxis)
             axes.set_xscale("log", base=2)
             axes.set_xticks(self.fractions, [f"{fraction:g}" for fraction in self.fractions])
             axes.set_title(f"{average}, {tail} tail")
-        frames[-1].legend(frameon=False, fontsize=9)
+        drawing.names_below(figure, frames[-1])
         return {"steps": figure}
 
 

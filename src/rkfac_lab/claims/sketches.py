@@ -300,7 +300,7 @@ A dash: not in every seed.
     def _error_picture(self, found: Found) -> Figure:
         cases = list(dict.fromkeys((row["workload"], row["average"]) for row in found["rows"]))
         up = "error of the step (against truncated)"
-        figure, frames = drawing.panels(len(cases), across="products with the factor", up=up, same_height=True)
+        figure, frames = drawing.panels(len(cases), across="products with the factor", up=up)
         for axes, (workload, average) in zip(frames, cases, strict=True):
             here = [row for row in found["rows"] if row["workload"] == workload and row["average"] == average]
             for position, method in enumerate((*METHODS, *PUBLISHED)):
@@ -313,7 +313,7 @@ A dash: not in every seed.
             drawing.logarithmic(axes.yaxis)
             axes.set_xticks(sorted({row["products"] for row in here}))
             axes.set_title(f"{workload}, {average}")
-        frames[-1].legend(frameon=False, fontsize=9)
+        drawing.names_below(figure, frames[-1])
         return figure
 
     def _training_picture(self, found: Found) -> Figure:
