@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from optim.enrolled import OPTIMIZERS, VARIANTS
+from optim.enrolled import MEMBERS
 from optim.problems import Batch, convnet, images, mlp, parameters, reader, rows, sentences, speaker
 
 PERIODS: dict[str, Any] = {"lr": 0.05, "factor_every": 2, "inverse_every": 3}
@@ -78,7 +78,7 @@ def batches(name: str, count: int, size: int, sort: bool = False) -> list[Batch]
 
 
 def made(optimizer: str, model: nn.Module, **keywords: Any) -> torch.optim.Optimizer:
-    record = {**OPTIMIZERS, **VARIANTS}[optimizer]
+    record = MEMBERS[optimizer]
     chosen = {**PERIODS, **({"lr": 1e-3} if optimizer.startswith("KLDWRM") else {}), **keywords}
     return record(model, **chosen)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -84,8 +83,8 @@ OPTIMIZERS: dict[str, Enrolled] = {
     "paper": Enrolled(partial(rkfac.RSKFAC, **{**rkfac.paper_defaults(), **SMALL})),
 }
 
-# Their mathematics has tests of its own, and what the suite asks of them is asked of their kin above: `make test` leaves
-# them out, RKFAC_WHOLE=1 makes it take them in, and all combinations of parameters (`pairs.py`).
+# Their mathematics has tests of its own, and what the suite asks of them is asked of their kin above in more cases: each test
+# takes them in one case each, RKFAC_WHOLE=1 in all of them (`pairs.py`).
 VARIANTS: dict[str, Enrolled] = {
     "SREKFAC": Enrolled(partial(stated.SREKFAC, **SMALL)),
     "RSKFAC-auto-rank": Enrolled(partial(stated.RSKFAC, rank="auto", oversampling=1)),
@@ -97,7 +96,7 @@ VARIANTS: dict[str, Enrolled] = {
     "output-side": Enrolled(partial(stated.RSKFAC, sides="output", **SMALL), lacks=frozenset({"rows a"})),
     "EKFAC-sketched": Enrolled(partial(stated.EKFAC, decomposition=rkfac.RSVD(), **SMALL), forgets={"carry": False}),
     "EKFAC-running": Enrolled(
-        partial(stated.EKFAC, moments="running", **SMALL), lacks=frozenset({"rank"}), forgets={"carry": False}
+        partial(stated.EKFAC, moments="running"), lacks=frozenset({"rank"}), forgets={"carry": False}
     ),
     "BKFAC-step": Enrolled(partial(stated.BKFAC, rank=4, oversampling=1)),
     "BKFAC-b-r-c": Enrolled(
@@ -117,5 +116,4 @@ VARIANTS: dict[str, Enrolled] = {
     ),
 }
 
-if os.environ.get("RKFAC_WHOLE"):
-    OPTIMIZERS |= VARIANTS
+MEMBERS: dict[str, Enrolled] = {**OPTIMIZERS, **VARIANTS}

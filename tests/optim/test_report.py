@@ -12,7 +12,7 @@ from torch import nn
 
 import rkfac
 from optim import stated
-from optim.enrolled import OPTIMIZERS
+from optim.enrolled import MEMBERS
 from optim.problems import mlp, reader, rows, sentences, train
 from rkfac.optim.report import LayerReport, Report
 from rkfac.optim.report_text import MANY, WIDTH
@@ -151,7 +151,7 @@ def test_a_model_without_layers_is_said_to_be_one() -> None:
     assert str(Report()).splitlines()[0] == "no layers"
 
 
-@pytest.mark.parametrize("build", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("build", MEMBERS.values(), ids=MEMBERS)
 def test_everybody_prints_a_table(build) -> None:  # type: ignore[no-untyped-def]
     model = reader()
     optimizer = build(model)

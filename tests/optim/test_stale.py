@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 import rkfac
-from optim import stated
-from optim.enrolled import OPTIMIZERS, VARIANTS
+from optim import enrolled, stated
 from optim.problems import average, mlp, reader, rows, same, sentences, step, train, twin
 from optim.promises.test_loading_damage import assert_all_refused
 from rkfac.curvature.block import KroneckerBlock
@@ -153,10 +152,10 @@ def test_it_is_refused_beside_stagger_and_by_blocks_that_cannot_be_compared() ->
 
 
 def test_it_is_among_the_enrolled() -> None:
-    assert OPTIMIZERS["stale"](mlp())._settings.stale == 0.1
+    assert enrolled.MEMBERS["stale"](mlp())._settings.stale == 0.1
 
 
-MEMBERS = {name: record for name, record in {**OPTIMIZERS, **VARIANTS}.items() if "stale" not in record.lacks}
+MEMBERS = {name: record for name, record in enrolled.MEMBERS.items() if "stale" not in record.lacks}
 
 
 @pytest.mark.parametrize("name", MEMBERS)

@@ -1,4 +1,4 @@
-"""The fixture that runs a test once for each enrolled optimizer."""
+"""The fixture that runs a test once for each enrolled optimizer, and how often: `optim/pairs.py`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 
 import rkfac
-from optim.enrolled import OPTIMIZERS
+from optim.enrolled import MEMBERS
 
 
-@pytest.fixture(params=OPTIMIZERS)
+@pytest.fixture(params=MEMBERS)
 def build(request: pytest.FixtureRequest) -> Callable[..., rkfac.KFAC]:
     """build(model, **keywords) -> optimizer."""
-    return OPTIMIZERS[request.param]
+    return MEMBERS[request.param]
