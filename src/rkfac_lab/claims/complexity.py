@@ -18,7 +18,7 @@ from matplotlib.ticker import FixedLocator, NullLocator
 import rkfac
 from rkfac_lab.bench import scaling
 from rkfac_lab.bench.scaling import Measurement
-from rkfac_lab.bench.timing import Spread, digits
+from rkfac_lab.bench.timing import Spread
 from rkfac_lab.claims import drawing
 from rkfac_lab.claims.claim import FAILS, HOLDS, PARTLY, Claim, Found, Verdict
 from rkfac_lab.claims.desk import Desk
@@ -39,6 +39,7 @@ PARTS = {
     "both": "One of each",
     "beyond": "One of each, beyond SGD's own pass over the weight",
 }
+SPREAD = "Median seconds, and half the distance between the quartiles of the rounds in per cent of them."
 
 
 @dataclass(frozen=True)
@@ -75,14 +76,15 @@ class Complexity(Claim):
         """Holds: every exponent is the promised one within its limits; partly: some are.
 
         Where the seconds of the widest layers fall, the exponent up to there must be within its limits too: noise at one end
-        must not decide.
+        must not decide. Nor may that of the last doubling be above them: an average of rising exponents is not a law.
         """
         rows = self._fitted(measured(found))
         slopes, rising = scaling.exponents(rows), scaling.exponents(_rising(rows))
-        kept = {method: _kept(slopes, method) and _kept(rising, method) for method in PROMISED}
+        kept = {method: _kept(slopes, method) and _kept(rising, method) and _ends(rows, method) for method in PROMISED}
         told = ", ".join(
             f"{_short(method)} {_exponent(_slope(slopes, method))}"
             + ("" if slopes[method] == rising[method] else f", {_exponent(_slope(rising, method))} while they rise")
+            + ("" if _ends(rows, method) else f", {_exponent(_last(rows, method))} in the last doubling")
             + f" ({_limits(method)}{'' if kept[method] else ', not so'})"
             for method in PROMISED
         )
@@ -113,12 +115,12 @@ logarithm against logarithm; a dash: not measured, or nothing measurable. Narrow
 rank {self.rank} too, and B-KFAC's update needs rank and batch together to be less than the width ({self.rank + scaling.BATCH}
 here), below which it does as RS-KFAC does; SENG forms the rows of its samples up to {EXPLICIT:,} entries of a weight (a width of
 {math.isqrt(EXPLICIT)}), and keeps them as two factors above: its refresh is another one there, and cheaper. Where seconds
-fall while the width grows, the exponent up to there must be within the limits too (a rule that was made after such a fall had
-been seen).
+fall while the width grows, the exponent up to there must be within the limits too, and nowhere may that of the last doubling be
+above them (rules that were made after the first figures had been seen).
 """.strip(),
             f"## The exponents\n\n{self._exponents(wide)}\n\n{_doubts(wide).strip()}".strip(),
             f"![seconds against width]({self.name}-seconds.png)",
-            *(f"## {title}\n\nMedian seconds.\n\n{self._seconds(rows, part)}" for part, title in PARTS.items()),
+            *(f"## {title}\n\n{SPREAD}\n\n{self._seconds(rows, part)}" for part, title in PARTS.items()),
             f"""## Who overtakes whom
 
 Of each pair, the width from which the one that grows more slowly is cheaper than the other on this machine: one refresh and one
@@ -134,14 +136,15 @@ refreshes is not in it.
         lines = []
         for method, fitted in slopes.items():
             promise = _limits(method) if method in PROMISED else "-"
-            kept = _kept(slopes, method) and _kept(rising, method) if method in PROMISED else None
+            promised = method in PROMISED
+            kept = _kept(slopes, method) and _kept(rising, method) and _ends(rows, method) if promised else None
             known = {None: "-", True: "yes", False: "no"}[kept]
             octaves = ", ".join(map(_exponent, _octaves([row for row in rows if row.method == method])))
             lines.append([method, *(_exponent(fitted[part]) for part in PARTS), octaves, promise, known])
         return table(["", *PARTS, "beyond, from width to width", "the paper, and the limits here", "so"], lines)
 
     def _seconds(self, rows: Sequence[Measurement], part: str) -> str:
-        known = {(row.method, row.width): getattr(row, part).median for row in rows}
+        known = {(row.method, row.width): getattr(row, part) for row in rows}
         lines = [
             [method, *(_seconds(known.get((method, width))) for width in self.widths)]
             for method in dict.fromkeys(row.method for row in rows)
@@ -261,6 +264,18 @@ def _kept(slopes: dict[str, dict[str, float | None]], method: str) -> bool:
     return slope is not None and low <= slope <= high
 
 
+def _last(rows: Sequence[Measurement], method: str) -> float | None:
+    """The exponent from the last width but one to the last."""
+    octaves = _octaves([row for row in rows if row.method == method])
+    return octaves[-1] if octaves else None
+
+
+def _ends(rows: Sequence[Measurement], method: str) -> bool:
+    """Whether the last doubling is not steeper than promised; what could not be measured says nothing."""
+    last = _last(rows, method)
+    return last is None or last <= PROMISED[method][3]
+
+
 def _limits(method: str) -> str:
     part, power, low, high = PROMISED[method]
     limits = f"{power}: {low:g} to {high:g}" if low > 0 else f"{power}: at most {high:g}"
@@ -271,6 +286,6 @@ def _exponent(slope: float | None) -> str:
     return "-" if slope is None else f"{slope:.2f}"
 
 
-def _seconds(value: float | None) -> str:
-    """Three digits; what came out as nothing or less is not measurable."""
-    return "-" if value is None or value <= 0 else digits(value)
+def _seconds(spread: Spread | None) -> str:
+    """With half the distance of the quartiles; what came out as nothing or less is not measurable."""
+    return "-" if spread is None or spread.median <= 0 else str(spread)

@@ -186,20 +186,23 @@ class Modes(Claim):
             )
         )
         why = (
-            f"The predicted number is within 10 % or 3 modes of the mean seen in {all_right} of {cases} cases: {told}."
+            f"The predicted number is within 10 % or 3 modes of the mean seen in {all_right} of {cases} cases ({told}), where "
+            f"the number of modes of the covariance itself is in {self._plainly(found)}; of averages that a training left "
+            f"behind, at weights that moved, in {self._left_behind(found)}."
         )
-        return Verdict(word, measured, f"{why} {self._by_worth(found)}{self._plainly(found)}")
+        return Verdict(word, measured, why)
+
+    def _left_behind(self, found: Found) -> str:
+        """How often the prediction is right where its assumptions are not."""
+        groups = {"MLP": found["moving"], "convolutions": found["convolved"]["moving"]}
+        known = {name: cases for name, cases in groups.items() if cases}
+        return " and ".join(f"{sum(map(foreseen, cases))} of {len(cases)} ({name})" for name, cases in known.items())
 
     def _by_worth(self, found: Found) -> str:
         """What is gained by counting rows as what they are worth."""
         cases = found["convolved"]["fixed"]
-        if not cases:
-            return ""
-        right = sum(near(case["predicted by worth"], case) for case in cases)
-        return (
-            f"Rows of a convolution are not independent: counted as what a picture is worth, {right} of {len(cases)} of its "
-            f"cases are right. "
-        )
+        right, worth = sum(map(foreseen, cases)), sum(near(case["predicted by worth"], case) for case in cases)
+        return f"As independent rows {right} of these {len(cases)} are right, by worth {worth}."
 
     def _plainly(self, found: Found) -> str:
         """How far one comes without any theory, by counting the modes of the covariance itself."""
@@ -207,14 +210,9 @@ class Modes(Claim):
         groups = {"simulated": simulated, "MLP": [(case, case["covered"]) for case in found["fixed"]]}
         if found["convolved"]["fixed"]:
             groups["convolutions"] = [(case, case["covered"]) for case in found["convolved"]["fixed"]]
-        told = ", ".join(
-            f"{name} {sum(near(number, case) for case, number in group)} of {len(group)}"
-            for name, group in groups.items()
-        )
-        return (
-            f"The number of modes of the covariance itself, without the theory, is as near in: {told}. Rows that have few "
-            f"modes to begin with do not tell the two apart."
-        )
+        right = {name: sum(near(number, case) for case, number in group) for name, group in groups.items()}
+        told = ", ".join(f"{name} {right[name]} of {len(group)}" for name, group in groups.items())
+        return f"{sum(right.values())} ({told})"
 
     def page(self, found: Found) -> str:
         """Tables of each kind, with prediction, sight and the worst case."""
@@ -234,7 +232,8 @@ follows from the covariance C of the rows, from rho and from the rows of a batch
 equations for it, which hold for many independent rows. Here epsilon is 1/33 throughout, averages are free of their start and are
 looked at when {100 * LEFT:g} % of the first batch's weight is left (`updates` in the prediction). *Rows that count*: of an evenly
 weighted mean of equal variance, n (1 + rho) / (1 - rho). *Seen*: mean and standard deviation over {self.draws} draws.
-*Right*: within 10 % or 3 modes.
+*Right*: within 10 % or 3 modes. Where rows have few modes to begin with, the number of modes of the covariance is as good a
+prediction, and no case tells the two apart.
 
 ## Simulated rows
 
@@ -306,7 +305,7 @@ theory's rows are independent, these are not. C is the second moment of the rows
 batches are drawn from these with replacement, whole pictures at a time. *Predicted*: as if all rows were independent.
 *Worth of a picture*: so many independent normal rows of the same C make a moment that is as far from C as that of one picture's
 rows, (tr(C)^2 + ||C||^2) / (E||M||^2 - ||C||^2) with M the mean of x x^T over its positions. *Predicted by worth*: with so many
-rows for each picture.
+rows for each picture. {self._by_worth(found)}
 
 {table(header, fixed, left=2)}
 

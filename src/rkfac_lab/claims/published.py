@@ -12,6 +12,9 @@ TABLE_1: dict[
     "SENG": ((673.6, 34.4), (693.2, 28.2), (718.1, 26.0), (16.6, 0.4), 10, 43.3),
 }
 
+# How many runs the published logs hold, of the first epochs.
+RUNS = {"RS-KFAC": 9, "SRE-KFAC": 4, "K-FAC": 5}
+
 # Test accuracy in per cent after each of the first epochs: mean, smallest, largest over the published runs.
 FIRST_EPOCHS: dict[str, tuple[tuple[float, float, float], ...]] = {
     "RS-KFAC": (

@@ -188,7 +188,9 @@ an optimizer adds to SGD's step is its own part; the rest is forward and backwar
         for row, epochs in full.items():
             theirs = published.FIRST_EPOCHS.get(row, ())
             for number, (ours, runs) in enumerate(zip_longest(epochs, theirs[: len(epochs)]), start=1):
-                known = "no log was published" if runs is None else f"{runs[0]:.1f} % ({runs[1]:.1f} to {runs[2]:.1f})"
+                known = "no log was published"
+                if runs is not None:
+                    known = f"{runs[0]:.1f} % ({runs[1]:.1f} to {runs[2]:.1f}, {counted(published.RUNS[row], 'run')})"
                 seconds = plain(ours["cpu_seconds"])
                 lines.append([row, str(number), f"{100 * ours['test_accuracy']:.1f} %", known, seconds])
         header = ["", "epoch", "here", "published runs: mean (smallest to largest)", "CPU seconds until then"]
@@ -199,7 +201,8 @@ an optimizer adds to SGD's step is its own part; the rest is forward and backwar
 One seed, {counted(self.full_threads, "thread")}; a copy of the pictures that was compressed once more. CPU seconds are
 those of all threads, with their waiting for each other. K-FAC has the factored damping rule at full size (trained here and
 timed above), that of the paper's text; the published runs had the product rule, as K-FAC has on the smaller networks below.
-The rest needs a GPU: `rkfac compare cifar10-vgg16bn --seeds 10`."""
+The rest needs a GPU: `rkfac compare cifar10-vgg16bn --seeds 10`, for K-FAC as published with `--set
+paper-k-fac.damping_rule=product`."""
 
     def _scale_text(self, workload: str, seeds: int, scale: Mapping[str, Any]) -> str:
         targets = scale["targets"]

@@ -114,3 +114,15 @@ def test_noise_at_the_widest_does_not_make_an_exponent_hold():
     assert verdict.word == PARTLY
     assert "B-KFAC 0.45, 1.50 while they rise (1: at most 1.3, beyond SGD, not so)" in verdict.why
     assert "| 1.50, 1.50, -2.00 |" in Complexity().page(found)
+
+
+def test_an_exponent_that_grows_beyond_its_limit_does_not_hold():
+    """From 1024 to 4096 as the square root, then with the power of 1.6: 0.85 in the mean."""
+    found = laws(SENG=0.5)
+    rows = [row for row in found["rows"] if row["method"] == "SENG (paper)"]
+    last = rows[-2]["refresh"]["median"] * 2**1.6
+    rows[-1]["refresh"] = {"median": last, "low": last / 2, "high": 2 * last}
+    verdict = Complexity().verdict(found)
+    assert verdict.word == PARTLY
+    assert "SENG 0.83, 1.60 in the last doubling (1: at most 1.3, beyond SGD, not so)" in verdict.why
+    assert "| 6.06 ±75% |" in Complexity().page(found)

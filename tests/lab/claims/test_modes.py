@@ -119,7 +119,8 @@ def test_the_rules(simulated, fixed, word):
     assert verdict.word == word
     assert "of 4 cases" in verdict.why
     # The covariance of the simulated cases is flat, so that it has all 100 modes; that of the layer has 50.
-    assert f"simulated 0 of 2, MLP {sum(abs(50 - seen) <= 3 for seen in fixed)} of 2." in verdict.why
+    assert f"(simulated 0 of 2, MLP {sum(abs(50 - seen) <= 3 for seen in fixed)} of 2);" in verdict.why
+    assert "at weights that moved, in 0 of 2 (MLP)." in verdict.why
     assert "| no |" in Modes().page(found)
     assert "Convolutions" not in Modes().page(found)
 
@@ -141,8 +142,9 @@ def test_convolutions_are_judged_as_independent_rows_and_told_by_worth():
     assert verdict.word == PARTLY
     assert "5 of 6 cases" in verdict.why
     assert "convolutions 1 of 2" in verdict.why
-    assert "counted as what a picture is worth, 2 of 2 of its cases are right" in verdict.why
+    assert "in 0 of 2 (MLP) and 1 of 1 (convolutions)." in verdict.why
     page = Modes().page(found)
+    assert "As independent rows 1 of these 2 are right, by worth 2." in page
     assert (
         "| 7th convolution | input factor A | 100 | 4 | 0.5 | 16 | 50 | 80.0 | no | 2 | 50.0 | yes | 50 | 100 |" in page
     )

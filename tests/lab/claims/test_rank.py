@@ -122,6 +122,23 @@ def test_the_verdict(found, word):
     assert small().verdict(found).word == word
 
 
+def test_a_step_that_is_kept_without_the_identity_alone_or_at_220_itself_is_a_part():
+    bad = found_by(error=1.0, losses=(1.0, 1.2))
+    for row in bad["rows"]:
+        if row["average"] == OLD:
+            row["relative"] = [0.01] * 6
+    assert small().verdict(bad).word == PARTLY
+    bad = found_by(error=1.0, losses=(1.0, 1.2))
+    for row in bad["rows"]:
+        if row["average"] == OLD:
+            row["relative"][4] = 0.04  # rank 2 x 110, proportional to a width of 256
+    verdict = small().verdict(bad)
+    assert verdict.word == PARTLY
+    assert (
+        "averages without the identity, 0 of 1 at the proportional rank and 1 of 1 at 220 or next to it" in verdict.why
+    )
+
+
 def test_a_loss_within_the_spread_of_the_seeds_is_the_same():
     found = found_by(losses=(1.0, 1.1))
     assert small().verdict(found).word == PARTLY
@@ -137,8 +154,8 @@ def test_the_page_says_what_was_found():
         "| digits-autoencoder | 3 | with the identity | 257, 128 | 23, 23 | 8, 4: enough | 8, 4: enough | 9, 4 |"
         in page
     )
-    assert "1 of 1 (largest 0.3 %) with a zero tail" in claim.verdict(found).why
-    assert "digits-autoencoder, zero tail: +1.0 %; digits-autoencoder, trace tail: +1.0 %" in claim.verdict(found).why
+    assert "with the identity, 1 of 1 at the proportional rank" in claim.verdict(found).why
+    assert "against that of all modes: +1.0 % on digits-autoencoder." in claim.verdict(found).why
     assert (
         "| digits-autoencoder | rank 110, zero tail, with the identity, damping 0.01 | 1.01 ± 0 | +1.0 % | 1.01 ± 0 |"
         in page

@@ -217,16 +217,15 @@ def test_the_verdict(found, word):
 
 def test_the_why_counts_what_was_found():
     why = small().verdict(found_by()).why
-    assert "eigenvalues 100 %, trace lost 100 %, step 100 %" in why
-    assert "0.1 (RSVD), 0.2 (SREVD)" in why
-    assert "+10.0 points with 2 products" in why
+    assert "100 % (eigenvalues), 100 % (trace lost), 100 % (step) of all cases" in why
+    assert "with 2 products each, RS-KFAC needs" in why
 
 
 def test_trainings_that_did_not_end_are_no_evidence():
     found = found_by()
     found["trained"] = [{**row, "end": None, "steps": None} for row in found["trained"]]
     assert small().verdict(found).word == PARTLY
-    assert "No pair of trainings ended" in small().verdict(found).why
+    assert "no pair came to its target and its end in every seed" in small().verdict(found).why
     assert "| RS-KFAC, 2 products | 2 | - | - |" in small().page(found)
 
 

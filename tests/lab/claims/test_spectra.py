@@ -151,12 +151,21 @@ def test_the_papers_learning_rate_is_judged_too():
     assert "| 180 |" in Spectra().page(made(flat, growing))
 
 
+def test_trainings_that_diverged_are_shown_and_not_judged():
+    found = made({512: (100, 90), 8192: (110, 100)}, {512: (100, 90), 2048: (110, 180)})
+    for walk in found["fast"]:
+        walk["loss"] = 35.4
+    assert Spectra().verdict(found).word == HOLDS
+    assert "| 35.4 |" in Spectra().page(found)
+
+
 def test_what_came_later_is_told_and_not_judged():
     flat = {512: (100, 90), 8192: (110, 100)}
     verdict = Spectra().verdict(made(flat, later={512: (7, 400)}))
     assert verdict.word == HOLDS
     assert (
-        "narrower networks at most: input factor A 7 modes (of 513), output factor Γ 400 modes (of 512)." in verdict.why
+        "narrower networks: input factor A 7 modes (of 513), output factor Γ 400 modes (of 512); what the"
+        in verdict.why
     )
 
 
@@ -164,7 +173,7 @@ def test_what_is_flat_at_every_width_is_named():
     assert "nearly flat" not in Spectra().verdict(made({512: (100, 500), 8192: (110, 500)})).why
     verdict = Spectra().verdict(made({512: (100, 500), 8192: (110, 8000)}))
     assert "1 of 2 factors are nearly flat at every width" in verdict.why
-    assert "has 500 of 512, 8000 of 8192 modes." in verdict.why
+    assert "batch 64: 500 of 512, 8000 of 8192)" in verdict.why
 
 
 def test_a_small_measurement_becomes_a_page(tmp_path):
