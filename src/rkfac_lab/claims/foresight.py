@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rkfac.theory import effective_samples, expected_modes, expected_spectrum, retained_modes
 from rkfac_lab.claims import drawing
-from rkfac_lab.claims.spectra import curve, modes
+from rkfac_lab.claims.looks import curve, modes
 from rkfac_lab.claims.text import around
 from rkfac_lab.plots import SIDES
 from rkfac_lab.spectrum import ASSUMED_ALPHA, NEGLIGIBLE

@@ -18,7 +18,7 @@ from rkfac_lab.claims import foresight
 from rkfac_lab.claims.claim import FAILS, HOLDS, PARTLY, Claim, Found, Verdict
 from rkfac_lab.claims.desk import Desk
 from rkfac_lab.claims.foresight import HEADER, by, cells, foreseen, near, said
-from rkfac_lab.claims.spectra import modes
+from rkfac_lab.claims.looks import modes
 from rkfac_lab.claims.text import around, plain, table
 from rkfac_lab.claims.trained_rows import LEFT, Layer, Network, Training, averaged, updates
 from rkfac_lab.claims.widths import FAMILIES

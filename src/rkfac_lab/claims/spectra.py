@@ -12,17 +12,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
-import torch
 from matplotlib.figure import Figure
-from torch import Tensor, nn
 
 import rkfac
 from rkfac.theory import retained_modes
-from rkfac_lab.claims import drawing, paper
+from rkfac_lab.claims import drawing, looks, paper
 from rkfac_lab.claims.claim import FAILS, HOLDS, PARTLY, Claim, Found, Verdict
 from rkfac_lab.claims.desk import Desk
+from rkfac_lab.claims.looks import Series
 from rkfac_lab.claims.text import plain, table
-from rkfac_lab.claims.widths import FAMILIES, INVERSES_EVERY, STATISTICS_EVERY, Walk
+from rkfac_lab.claims.widths import FAMILIES, FIGURE, SHORT, Pace, Walk
 from rkfac_lab.plots import SIDES
 from rkfac_lab.spectrum import ASSUMED_ALPHA, NEGLIGIBLE, rows_per_step
 
@@ -30,7 +29,6 @@ ENOUGH = 220  # the paper's rank
 GROWN = 1.5  # times as many modes at the largest width as at the smallest: no longer "whatever the width"
 FLAT = 0.8  # of all modes above the line: hardly any decay
 WIDE = 500  # narrower factors have not many more modes than could be above the line
-POINTS = 60  # of a curve
 DIVERGED = 2 * math.log(10)  # a loss: that of guessing among ten classes is half of it
 WALKS = ("walks", "fast")  # at the family's learning rate, and at the paper's; both are judged
 FORGOTTEN = 20  # updates after which nothing of an average with rho = 0.5 is left but a millionth
@@ -60,6 +58,8 @@ class Spectra(Claim):
     fast_rate: float = 0.3
     later: tuple[tuple[str, tuple[int, ...]], ...] = (("vgg", (64, 128)), ("mlp", (512, 1024, 2048)))  # for longer
     later_steps: tuple[int, ...] = (100, 200, 400)
+    settled: tuple[tuple[str, tuple[int, ...]], ...] = (("vgg", (64, 128)),)  # until the averages have settled
+    settled_steps: tuple[int, ...] = (300, 1500, 3000, 5100)
 
     def small(self) -> Spectra:
         """On the embedded digits."""
@@ -71,6 +71,8 @@ class Spectra(Claim):
             fast=("digits", (128, 256, 512)),
             later=(("digits", (128, 256)),),
             later_steps=(40, 80),
+            settled=(("digits", (128, 256)),),
+            settled_steps=(60, 150),
         )
 
     def measure(self, desk: Desk) -> dict[str, Any]:
@@ -83,12 +85,18 @@ class Spectra(Claim):
         ]
         family, widths = self.fast
         fast = [self._part(desk, family, width, max(self.batches), self.fast_rate) for width in widths]
-        later = [
-            self._part(desk, family, width, max(self.batches), steps=self.later_steps)
-            for family, widths in self.later
-            for width in widths
-        ]
-        return {"walks": walks, "fast": fast, "later": later}
+        longer = {
+            name: [
+                self._part(desk, family, width, max(self.batches), steps=steps, pace=pace)
+                for family, widths in families
+                for width in widths
+            ]
+            for name, families, steps, pace in (
+                ("later", self.later, self.later_steps, SHORT),
+                ("settled", self.settled, self.settled_steps, FIGURE),
+            )
+        }
+        return {"walks": walks, "fast": fast, **longer}
 
     def _part(
         self,
@@ -98,25 +106,33 @@ class Spectra(Claim):
         batch: int,
         lr: float | None = None,
         steps: Sequence[int] | None = None,
+        pace: Pace = SHORT,
     ) -> dict[str, Any]:
         """Measured once; `steps`: others than the claim's."""
         name = f"{family} {width} batch {batch}" + (f" lr {lr:g}" if lr else "") + (f" to {steps[-1]}" if steps else "")
-        walked = partial(self._walked, family, width, batch, desk.data_dir, lr, steps or self.steps)
+        walked = partial(self._walked, family, width, batch, desk.data_dir, lr, steps or self.steps, pace)
         return {"family": family, "width": width, "batch": batch, **desk.part(name, walked)}
 
     def _walked(
-        self, family: str, width: int, batch: int, data_dir: str | None, lr: float | None, steps: Sequence[int]
+        self,
+        family: str,
+        width: int,
+        batch: int,
+        data_dir: str | None,
+        lr: float | None,
+        steps: Sequence[int],
+        pace: Pace,
     ) -> dict[str, Any]:
-        walk = Walk(family, width, data_dir, batch, lr)
+        walk = Walk(family, width, data_dir, batch, lr, pace=pace)
         layers = FAMILIES[family].layers
         inputs, _ = walk.problem.prepare(walk.data.train_x[:batch], walk.data.train_y[:batch])
         rows = rows_per_step(walk.model, inputs)
-        often = [layer for layer in layers if widest(walk.model.get_submodule(layer)) <= self.once_above]
+        often = [layer for layer in layers if looks.widest(walk.model.get_submodule(layer)) <= self.once_above]
         lasting, last = walk.watch(list(layers), self.decay), steps[-1]
         fading: rkfac.RSKFAC | None = None
         seen: dict[tuple[float, str, str], dict[str, Any]] = {}
         for step in range(1, last + 1):
-            if step == max(1, last + 1 - FORGOTTEN) and batch == max(self.batches) and often:
+            if step == max(1, last + 1 - FORGOTTEN) and batch == max(self.batches) and often and pace.watched == 1:
                 fading = walk.watch(often, self.short)
             walk.step()
             for layer in (layers if step == last else often) if step in steps else ():
@@ -142,8 +158,8 @@ class Spectra(Claim):
             bound = retained_modes(decay, rows, len(values), ASSUMED_ALPHA, NEGLIGIBLE)
             fresh = {"layer": layer, "side": side, "rho": decay, "d": len(values), "rows": rows, "bound": bound}
             factor = into.setdefault((decay, layer, side), {**fresh, "looks": []})
-            factor["looks"].append(looked(values, decay, step))
-            factor["curve"], factor["largest"] = curve(values), float(values[0])
+            factor["looks"].append(looks.looked(values, decay, step, watcher.report()[0].updates))
+            factor["curve"], factor["largest"] = looks.curve(values), float(values[0])
 
     def _factors(self, walks: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """Every factor of every walk, with what it is of."""
@@ -165,35 +181,48 @@ class Spectra(Claim):
         return series
 
     def verdict(self, found: Found) -> Verdict:
-        """Holds: at most 220 modes in every factor, and fewer than 1.5 times as many in the widest; partly: one of the two."""
-        series = self._judged(found)
-        most = {side: _most(one for of, one in series if of == side) for side in SIDES}
-        growth = {side: _growth(one for of, one in series if of == side) for side in SIDES}
-        few = {side: most[side] <= ENOUGH for side in SIDES}
-        good = {side: few[side] and (growth[side] or 1.0) < GROWN for side in SIDES}
-        if all(good.values()):
-            word = HOLDS
-        elif all(few.values()) or any(good.values()):
-            word = PARTLY
-        else:
-            word = FAILS
+        """Of each factor it is asked whether it has at most 220 modes and does not grow with the width, early and once settled.
+
+        Early: after the first steps, over all widths, fewer than 1.5 times as many modes in the widest of a layer. Settled: the
+        same of the narrower networks, at the pace of the paper's figure. Holds: all of it; partly: early or settled, one factor.
+        """
+        series, settled = self._judged(found), self._sided(found, "settled")
+        kept = {
+            (side, when): looks.most(one) <= ENOUGH and (looks.growth(one, above) or 1.0) < GROWN
+            for when, sides, above in (("early", series, WIDE), ("settled", settled, 0))
+            for side, one in sides.items()
+        }
+        word = HOLDS if all(kept.values()) else PARTLY if any(kept.values()) else FAILS
         families = ", ".join(f"{name} {min(widths)} to {max(widths)} wide" for name, widths in self.families)
+        narrow = ", ".join(f"{name} {min(widths)} to {max(widths)} wide" for name, widths in self.settled)
         measured = f"{families}, batch {' and '.join(map(str, self.batches))}, {self.steps[-1]} steps"
-        told = ", ".join(f"{SIDES[side]} {_fullest(one for of, one in series if of == side)}" for side in SIDES)
-        later = [(key[2], one) for key, one in self._series(found, self.decay, "later").items()]
-        fewer = ", ".join(f"{SIDES[side]} {_fullest(one for of, one in later if of == side)}" for side in SIDES)
+        measured += f"; {narrow}, {self.settled_steps[-1]} steps"
+        told = ", ".join(f"{SIDES[side]} {looks.fullest(one)}" for side, one in series.items())
+        later = ", ".join(f"{SIDES[side]} {self._grew(one)}" for side, one in settled.items())
         return Verdict(
             word,
             measured,
             f"Above a 33rd of the largest are, after {self.steps[-1]} steps, at most: {told}{self._flat(found)}; after "
-            f"{self.later_steps[-1]} steps of the narrower networks: {fewer}; what the paper saw at an equilibrium, in output "
-            "factors after some 5100 steps, is open here.",
+            f"{self.settled_steps[-1]} steps of the narrower networks, by which the paper saw an equilibrium: {later}.",
         )
 
-    def _judged(self, found: Found) -> list[tuple[str, list[Mapping[str, Any]]]]:
-        """Side and factors, width by width, of all trainings that did not diverge."""
-        every = [(key[2], one) for which in WALKS for key, one in self._series(found, self.decay, which).items()]
-        return [(side, [factor for factor in one if factor["loss"] < DIVERGED]) for side, one in every]
+    def _grew(self, series: Sequence[Series]) -> str:
+        """Modes of the narrowest and of the widest, layer by layer."""
+        told = [" and ".join(f"{one['looks'][-1]['unbiased']} of {one['d']}" for one in layer) for layer in series]
+        return "; ".join(told) or "none"
+
+    def _sided(self, found: Found, walks: str) -> dict[str, list[Series]]:
+        """Factors by side, width by width, of all trainings that did not diverge."""
+        every = self._series(found, self.decay, walks).items()
+        return {
+            side: [[factor for factor in one if factor["loss"] < DIVERGED] for key, one in every if key[2] == side]
+            for side in SIDES
+        }
+
+    def _judged(self, found: Found) -> dict[str, list[Series]]:
+        """Those of the first steps, at either learning rate."""
+        slow, fast = (self._sided(found, walks) for walks in WALKS)
+        return {side: slow[side] + fast[side] for side in SIDES}
 
     def _flat(self, found: Found) -> str:
         """In how many layers nearly all modes are above the line whatever the width, and the widest of these."""
@@ -213,10 +242,12 @@ class Spectra(Claim):
         )
 
     def _growing(self, found: Found) -> str:
-        """How many times as many modes the widest has, in two sentences."""
-        series = self._judged(found)
-        told = "; ".join(f"{SIDES[side]}: {_grown(_growth(one for of, one in series if of == side))}" for side in SIDES)
-        return f"Of all layers together, {told}."
+        """How many times as many modes the widest has."""
+        told = []
+        for side, series in self._judged(found).items():
+            growth = looks.growth(series, WIDE)
+            told.append(f"{'-' if growth is None else f'{growth:.2f}'} ({SIDES[side]})")
+        return f"The widest of a layer has at most so many times the modes of the narrowest above {WIDE}: {', '.join(told)}."
 
     def page(self, found: Found) -> str:
         """Modes by width, at each step, from each start; then the short memory."""
@@ -226,7 +257,7 @@ class Spectra(Claim):
             f"""
 Every network takes the same number of steps with batches of the same size, trained by RS-KFAC with the paper's settings (damping
 a tenth of the largest eigenvalue, update clip 0.07, rank {paper.RANK}) but for averages that are free of their start, statistics
-every {STATISTICS_EVERY} steps, inverses every {INVERSES_EVERY}, and a constant learning rate: {rates}.
+every {SHORT.statistics} steps, inverses every {SHORT.inverses}, and a constant learning rate: {rates}.
 Beside it another RS-KFAC, of learning rate zero, looks at some layers: it has statistics of
 every step, from all rows. Its factors are decomposed exactly, in float64. A mode counts if its eigenvalue is above a 33rd of the
 largest, which is the paper's line: with a damping of a tenth of the largest, what lies below hardly matters. *Unbiased*: the
@@ -234,21 +265,23 @@ average is free of its start. *Identity*: it starts from the identity, as in the
 ({self.decay**last:.2g} here after {last}); the same training, from (1 - rho^n) s + rho^n. A row is a sample, times a position in
 convolutions. Proposition 3.1 is the paper's bound with its alpha = 0.1, at most the width of the factor.
 
-These are the first {last} steps of a training with as many updates of the averages, and {self.later_steps[-1]} of the narrower
-networks below; the paper's figure shows up to 70 epochs, and has the decay of output factors after some 5100 steps.
-The verdict rests on the first {last}, without trainings that diverged (a loss above {DIVERGED:.1f}, twice that of guessing).
-{self._growing(found)} On a GPU, `rkfac spectrum cifar10-vgg16bn --steps-max 13720 --every 30` goes as far as the figure does.
+These are the first {last} steps of a training with as many updates of the averages; the narrower networks follow below, for
+{self.later_steps[-1]} steps, and for {self.settled_steps[-1]} at the pace of the paper's figure, by which it has the decay of
+output factors. The verdict rests on the first {last} and on the last of these, without trainings that diverged (a loss above
+{DIVERGED:.1f}, twice that of guessing). (The last were added, and the rule was written anew, when the first {last} were known and
+they were not: the claim is about an equilibrium.) {self._growing(found)}
+On a GPU, `rkfac spectrum cifar10-vgg16bn --steps-max 13720 --every 30` goes as far as the figure does at every width.
 """.strip()
         ]
         for family, _ in self.families:
             parts.append(f"## {FAMILIES[family].about}")
             parts += [self._table(found, family, side) for side in SIDES]
         parts.append(f"![modes against width]({self.name}-width.png)\n\n![spectra]({self.name}-curves.png)")
-        parts += [self._fast(found), self._later(found), self._short(found)]
+        parts += [self._fast(found), self._later(found), self._settled(found), self._short(found)]
         return "\n\n".join(parts)
 
     def _table(self, found: Found, family: str, side: str, walks: str = "walks") -> str:
-        steps = self.later_steps if walks == "later" else self.steps
+        steps = {"later": self.later_steps, "settled": self.settled_steps}.get(walks, self.steps)
         header = ["layer", "width", "d", "batch", "rows a step", "largest eigenvalue"]
         header += [f"modes at step {step}" for step in steps]
         header += [f"identity start, step {steps[-1]}", "Proposition 3.1", "last loss"]
@@ -294,6 +327,22 @@ The same for {self.later_steps[-1]} steps, batch {max(self.batches)}, of the net
         for family, _ in self.later:
             parts.append(f"### {FAMILIES[family].about}")
             parts += [self._table(found, family, side, "later") for side in SIDES]
+        return "\n\n".join(parts)
+
+    def _settled(self, found: Found) -> str:
+        """The equilibrium of which the paper speaks."""
+        updates = -(-self.settled_steps[-1] // FIGURE.watched)
+        parts = [
+            f"""## Once the averages have settled
+
+The same at the pace of the paper's Figure 1: statistics every {FIGURE.statistics} steps, of the training and of who looks,
+inverses every {FIGURE.inverses}, learning rate and damping by the schedule of Section 5 (0.3, 0.2 and 0.1 in the first epochs),
+batch {max(self.batches)}. After {self.settled_steps[-1]} steps the averages have had {updates} updates, and
+{self.decay**updates:.1g} is left of an identity. Networks that this machine trains so far."""
+        ]
+        for family, _ in self.settled:
+            parts.append(f"### {FAMILIES[family].about}")
+            parts += [self._table(found, family, side, "settled") for side in SIDES]
         return "\n\n".join(parts)
 
     def _short(self, found: Found) -> str:
@@ -354,58 +403,3 @@ is left. Factors wider than {self.once_above} were decomposed once, with the lon
             title = f"{family}, {FAMILIES[family].layers[layer]}, {SIDES[side]}, batch {max(self.batches)}"
             drawing.as_spectrum(axes, NEGLIGIBLE, "a 33rd", title)
         return figure
-
-
-def widest(layer: nn.Module) -> int:
-    """The larger side of a layer's two factors."""
-    weight = layer.get_parameter("weight")
-    return max(len(weight), weight[0].numel() + 1)
-
-
-def started_from_identity(values: Tensor, decay: float, updates: int) -> Tensor:
-    """Eigenvalues of the same average, had it begun with the identity."""
-    return (1 - decay**updates) * values + decay**updates
-
-
-def modes(values: Tensor) -> int:
-    """How many are above a 33rd of the largest."""
-    return int((values > NEGLIGIBLE * values[0]).sum())
-
-
-def looked(values: Tensor, decay: float, step: int) -> dict[str, int]:
-    """Modes from either start."""
-    return {"step": step, "unbiased": modes(values), "identity": modes(started_from_identity(values, decay, step))}
-
-
-def curve(values: Tensor) -> list[list[float]]:
-    """Some of the modes, by their number, relative to the first."""
-    last = len(values)
-    chosen = sorted({round(math.exp(t)) for t in torch.linspace(0, math.log(last), POINTS).tolist()})
-    return [[k, float(f"{float(values[k - 1] / values[0]):.4g}")] for k in chosen if 1 <= k <= last]
-
-
-def _fullest(series: Any) -> str:
-    """The factor with the most modes after the last step."""
-    factors = [factor for one in series for factor in one]
-    if not factors:
-        return "none"
-    fullest = max(factors, key=lambda factor: factor["looks"][-1]["unbiased"])
-    return f"{fullest['looks'][-1]['unbiased']} modes (of {fullest['d']})"
-
-
-def _most(series: Any) -> int:
-    """Modes after the last step."""
-    return max((factor["looks"][-1]["unbiased"] for one in series for factor in one), default=0)
-
-
-def _growth(series: Any) -> float | None:
-    """How many times as many modes the widest factor has as the narrowest; the most of all who are wide enough."""
-    found: list[Sequence[Mapping[str, Any]]] = [[f for f in one if f["d"] > WIDE] for one in series]
-    ends = [(one[0]["looks"][-1]["unbiased"], one[-1]["looks"][-1]["unbiased"]) for one in found if len(one) > 1]
-    return max((last / max(first, 1) for first, last in ends), default=None)
-
-
-def _grown(growth: float | None) -> str:
-    if growth is None:
-        return f"of no layer two factors wider than {WIDE}"
-    return f"{growth:.2f} times as many in the widest as in the narrowest above {WIDE} at most"

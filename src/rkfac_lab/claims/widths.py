@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import rkfac
+from rkfac.schedules import Scheduler
 from rkfac_lab import models
 from rkfac_lab.claims import paper
 from rkfac_lab.data import Dataset, Sources
@@ -21,14 +22,11 @@ from rkfac_lab.data.batches import Batches
 from rkfac_lab.workloads import Workload, find
 
 NEVER = 10**9
-# Of the training itself: the paper's 10 and 50, but here there are fewer steps.
-STATISTICS_EVERY, INVERSES_EVERY = 10, 20
 LOOKING: dict[str, Any] = {
     "lr": 0.0,
     "graft": None,
     "momentum": 0.0,
     "weight_decay": 0.0,
-    "factor_every": 1,
     "inverse_every": NEVER,
     "eager_start": False,
     "rank": 1,
@@ -38,6 +36,23 @@ LOOKING: dict[str, Any] = {
     "rows": None,
     "fallback": "sgd",
 }
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How often the training has statistics and inverses, and how often those who look have statistics.
+
+    `scheduled`: learning rate and damping go down as in Section 5.
+    """
+
+    statistics: int
+    inverses: int
+    watched: int
+    scheduled: bool = False
+
+
+# The paper's periods are 10 and 50, but here there are fewer steps; and those of Figure 1.
+SHORT, FIGURE = Pace(10, 20, 1), Pace(30, 30, 30, scheduled=True)
 
 
 @dataclass(frozen=True)
@@ -90,30 +105,43 @@ class Walk:
     """Training with the paper's settings; averages are free of their start, so that the first inverses are of use."""
 
     def __init__(
-        self, family: str, width: int, data_dir: str | None, batch: int, lr: float | None = None, seed: int = 0
+        self,
+        family: str,
+        width: int,
+        data_dir: str | None,
+        batch: int,
+        lr: float | None = None,
+        seed: int = 0,
+        pace: Pace = SHORT,
     ) -> None:
         """`lr`: another one than the family's."""
         self.problem = workload(family, width)
         self.data = self.problem.data(Sources(data_dir))
         torch.manual_seed(seed)
         self.model = self.problem.model(self.data)
-        own = {"factor_start": "unbiased", "factor_every": STATISTICS_EVERY, "inverse_every": INVERSES_EVERY}
+        own = {"factor_start": "unbiased", "factor_every": pace.statistics, "inverse_every": pace.inverses}
         keywords = {**rkfac.paper_defaults(), **own, "lr": lr or FAMILIES[family].lr, "seed": seed}
         self.optimizer = rkfac.RSKFAC(self.model, **keywords)
         self.batches = Batches(self.data.train_x, self.data.train_y, batch, seed, self.problem.augment)
+        self.pace = pace
+        falling = {name: rkfac.paper_schedules()[name] for name in ("lr", "damping") if pace.scheduled}
+        self.schedule = Scheduler(self.optimizer, **falling)
         self.watchers: list[rkfac.RSKFAC] = []
         self.loss = float("nan")  # of the last batch
 
     def watch(self, layers: Sequence[str], decay: float) -> rkfac.RSKFAC:
-        """Somebody who looks at some layers from now on, all rows at every step."""
+        """Somebody who looks at some layers from now on, all rows at every step, or every so many."""
         looked_at = [p for layer in layers for p in self.model.get_submodule(layer).parameters()]
-        settings: dict[str, Any] = {**LOOKING, "factor_decay": decay, "factor_start": "unbiased"}
+        own = {"factor_decay": decay, "factor_start": "unbiased", "factor_every": self.pace.watched}
+        settings: dict[str, Any] = {**LOOKING, **own}
         self.watchers.append(rkfac.RSKFAC(self.model, params=looked_at, **settings))
         return self.watchers[-1]
 
     def step(self) -> None:
         """One batch."""
         if self.batches.exhausted:
+            if self.batches.position:  # an epoch is over; before the first one none is
+                self.schedule.step()
             self.batches.shuffle()
         inputs, targets = self.problem.prepare(*self.batches.take())
         self.optimizer.zero_grad()

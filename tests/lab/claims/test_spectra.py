@@ -11,8 +11,9 @@ import torch
 import rkfac
 from rkfac_lab.claims.claim import FAILS, HOLDS, PARTLY
 from rkfac_lab.claims.desk import Desk
-from rkfac_lab.claims.spectra import Spectra, curve, looked, modes, started_from_identity, widest
-from rkfac_lab.claims.widths import FAMILIES, LOOKING, Walk
+from rkfac_lab.claims.looks import curve, looked, modes, started_from_identity, widest
+from rkfac_lab.claims.spectra import Spectra
+from rkfac_lab.claims.widths import FAMILIES, FIGURE, LOOKING, Walk
 
 TINY = replace(
     Spectra(),
@@ -22,6 +23,8 @@ TINY = replace(
     fast=("digits", (24,)),
     later=(("digits", (24,)),),
     later_steps=(6, 9),
+    settled=(("digits", (24,)),),
+    settled_steps=(4, 31),
 )
 
 
@@ -29,7 +32,7 @@ def test_the_identity_start_is_known_from_the_unbiased_one():
     walk = Walk("digits", 24, None, 32)
     free = walk.watch(["3"], 0.9)
     layer = list(walk.model.get_submodule("3").parameters())
-    begun = rkfac.RSKFAC(walk.model, params=layer, **LOOKING, factor_decay=0.9, factor_start="identity")
+    begun = rkfac.RSKFAC(walk.model, params=layer, **LOOKING, factor_every=1, factor_decay=0.9, factor_start="identity")
     walk.watchers.append(begun)
     for _ in range(6):
         walk.step()
@@ -54,7 +57,9 @@ def test_who_looks_changes_nothing():
 
 
 def test_the_short_memory_sees_enough_of_the_walk():
-    claim = replace(TINY, families=(("digits", (24,)),), batches=(32,), steps=(30,), fast=("digits", ()), later=())
+    claim = replace(
+        TINY, families=(("digits", (24,)),), batches=(32,), steps=(30,), fast=("digits", ()), later=(), settled=()
+    )
     (walked,) = claim.measure(_Nowhere())["walks"]
     found = {(f["rho"], f["side"]): f["curve"] for f in walked["factors"]}
     walk = Walk("digits", 24, None, 32)
@@ -78,8 +83,8 @@ class _Nowhere:
 def test_modes_are_above_a_33rd_of_the_largest():
     values = torch.tensor([33.0, 2.0, 1.001, 0.999, 0.0])
     assert modes(values) == 3
-    assert looked(values, 0.5, 1) == {"step": 1, "unbiased": 3, "identity": 4}  # 0.5 is below 17 / 33
-    assert looked(values / 1000, 0.5, 1) == {"step": 1, "unbiased": 3, "identity": 5}
+    assert looked(values, 0.5, 9, 1) == {"step": 9, "unbiased": 3, "identity": 4}  # 0.5 is below 17 / 33
+    assert looked(values / 1000, 0.5, 9, 1) == {"step": 9, "unbiased": 3, "identity": 5}
 
 
 def test_a_curve_keeps_both_ends():
@@ -98,9 +103,13 @@ def test_the_layers_are_the_papers():
     assert isinstance(FAMILIES["mlp"].build(16, 10).get_submodule("3"), torch.nn.Linear)
 
 
-def made(counts, fast=None, later=None):
-    """A measurement in which the factor of a side and width has so many modes."""
-    return {"walks": walks(counts), "fast": walks(fast or {}), "later": walks(later or {})}
+EVEN, TWICE = {256: (20, 20), 512: (25, 25)}, {256: (20, 20), 512: (40, 40)}
+
+
+def made(counts, fast=None, later=None, settled=None):
+    """A measurement in which the factor of a side and width has so many modes; settled, the width makes no difference."""
+    longer = {"later": walks(later or {}), "settled": walks(EVEN if settled is None else settled)}
+    return {"walks": walks(counts), "fast": walks(fast or {}), **longer}
 
 
 def walks(counts):
@@ -129,19 +138,28 @@ def walks(counts):
     ]
 
 
+FLAT = {512: (100, 90), 8192: (140, 120)}
+
+
 @pytest.mark.parametrize(
-    ("counts", "word"),
+    ("counts", "settled", "word"),
     [
-        ({512: (100, 90), 8192: (140, 120)}, HOLDS),
-        ({256: (10, 10), 512: (100, 90), 8192: (140, 120)}, HOLDS),  # narrow ones do not count for the growth
-        ({512: (100, 90), 8192: (160, 120)}, PARTLY),  # grows, though there are few
-        ({512: (100, 90), 8192: (110, 500)}, PARTLY),  # for one side
-        ({512: (100, 90), 8192: (160, 500)}, FAILS),
-        ({512: (300, 300), 8192: (300, 300)}, FAILS),
+        (FLAT, EVEN, HOLDS),
+        ({256: (10, 10), **FLAT}, EVEN, HOLDS),  # narrow ones do not count for the growth in the first steps
+        ({512: (100, 90), 8192: (160, 120)}, EVEN, PARTLY),  # grows, though there are few
+        (FLAT, TWICE, PARTLY),  # grows once it has settled
+        ({512: (100, 90), 8192: (110, 500)}, TWICE, PARTLY),  # one factor, in the first steps
+        (
+            {512: (300, 300), 8192: (300, 300)},
+            {256: (20, 20), 512: (40, 25)},
+            PARTLY,
+        ),  # one factor, once it has settled
+        ({512: (100, 90), 8192: (160, 500)}, TWICE, FAILS),
+        ({512: (300, 300), 8192: (300, 300)}, TWICE, FAILS),
     ],
 )
-def test_the_rules(counts, word):
-    assert Spectra().verdict(made(counts)).word == word
+def test_the_rules(counts, settled, word):
+    assert Spectra().verdict(made(counts, settled=settled)).word == word
 
 
 def test_the_papers_learning_rate_is_judged_too():
@@ -159,14 +177,38 @@ def test_trainings_that_diverged_are_shown_and_not_judged():
     assert "| 35.4 |" in Spectra().page(found)
 
 
-def test_what_came_later_is_told_and_not_judged():
-    flat = {512: (100, 90), 8192: (110, 100)}
-    verdict = Spectra().verdict(made(flat, later={512: (7, 400)}))
-    assert verdict.word == HOLDS
-    assert (
-        "narrower networks: input factor A 7 modes (of 513), output factor Γ 400 modes (of 512); what the"
-        in verdict.why
+def test_what_came_later_is_shown_and_not_judged():
+    found = made({512: (100, 90), 8192: (110, 100)}, later={512: (7, 399)})
+    for walk in found["later"]:
+        for factor in walk["factors"]:
+            factor["looks"] = [{**factor["looks"][0], "step": step} for step in Spectra().later_steps]
+    assert Spectra().verdict(found).word == HOLDS
+    assert "| 399 | 399 | 399 |" in Spectra().page(found)
+
+
+def test_what_has_settled_is_told_layer_by_layer():
+    why = Spectra().verdict(made(FLAT, settled=TWICE)).why
+    assert why.endswith(
+        "after 5100 steps of the narrower networks, by which the paper saw an equilibrium: input factor A 20 of 257 and "
+        "40 of 513, output factor Γ 20 of 256 and 40 of 512."
     )
+
+
+def test_the_pace_of_the_figure():
+    """Statistics every 30 steps for training and watching, and the schedule of Section 5 by epochs."""
+    walk = Walk("digits", 24, None, 256, pace=FIGURE)
+    watcher = walk.watch(["3"], 0.95)
+    per_epoch = len(walk.batches)
+    assert per_epoch == 6
+    rates = []
+    for _ in range(31):
+        walk.step()
+        rates.append(walk.optimizer.param_groups[0]["lr"])
+    assert rates == [0.3] * 6 + [0.2] * 6 + [0.1] * 19
+    for optimizer in (walk.optimizer, watcher):
+        record = next(record for record in optimizer.report() if record.name == "3")
+        assert record.updates == 2
+    walk.close()
 
 
 def test_what_is_flat_at_every_width_is_named():
@@ -184,11 +226,15 @@ def test_a_small_measurement_becomes_a_page(tmp_path):
     assert [len(walk["factors"]) for walk in found["walks"]] == [2, 4, 2, 4]  # rho 0.5 with the larger batch
     assert [look["step"] for look in found["walks"][0]["factors"][0]["looks"]] == [2, 5]
     assert [look["step"] for look in found["later"][0]["factors"][0]["looks"]] == [6, 9]
+    (settled,) = found["settled"]
+    assert [look["step"] for look in settled["factors"][0]["looks"]] == [4, 31]
+    assert {factor["rho"] for factor in settled["factors"]} == {0.95}
+    assert "After 31 steps the averages have had 2 updates" in page
     assert "## Later" in page
     assert "modes at step 9" in page
     pictures = TINY.pictures(found)
     assert all(f"{TINY.name}-{name}.png" in page for name in pictures)
-    once = replace(TINY, once_above=10, batches=(16,), families=(("digits", (24,)),), later=())
+    once = replace(TINY, once_above=10, batches=(16,), families=(("digits", (24,)),), later=(), settled=())
     factors = once.measure(_Nowhere())["walks"][0]["factors"]
     assert [[look["step"] for look in factor["looks"]] for factor in factors] == [[5], [5]]
     assert {factor["rho"] for factor in factors} == {0.95}
