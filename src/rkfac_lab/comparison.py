@@ -62,7 +62,7 @@ class Comparison:
     def _base(self, contender: str) -> dict[str, Any]:
         if contender not in configuration.shipped() and not contender.endswith(".toml"):
             return {"workload": self.workload, "optimizer": {"name": contender}}
-        values = configuration.load(contender).to_dict()
+        values = configuration.load(contender, workload=self.workload).to_dict()
         if values["workload"] != self.workload:
             raise LabError(
                 f"{contender} is for the workload {values['workload']}, not for {self.workload}; compare there."

@@ -95,8 +95,11 @@ def read_folder(folder: Path) -> dict[str, Any]:
     return plain
 
 
-def load(target: str, overrides: Iterable[str] = ()) -> RunConfig:
-    """The configuration of a TOML file, a shipped configuration's name, a run folder or a workload's name or place."""
+def load(target: str, overrides: Iterable[str] = (), workload: str | None = None) -> RunConfig:
+    """The configuration of a TOML file, a shipped configuration's name, a run folder or a workload's name or place.
+
+    `workload`: of a file that names none.
+    """
     from .workloads import WORKLOADS
 
     path = Path(target)
@@ -110,6 +113,8 @@ def load(target: str, overrides: Iterable[str] = ()) -> RunConfig:
         values = {"workload": target}
     else:
         raise unknown("run file, run folder, shipped configuration or workload", target, [*shipped(), *WORKLOADS])
+    if workload is not None:
+        values.setdefault("workload", workload)
     for text in overrides:
         override(values, text)
     return from_dict(values)

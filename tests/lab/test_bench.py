@@ -302,6 +302,13 @@ def test_the_scaling_command_measures_and_does_not_extrapolate(tmp_path: Path) -
     assert out.with_suffix(".svg").exists()
 
 
+def test_what_is_left_without_sgds_step_spreads_as_far_as_both_do():
+    parts = Spread(2.0, 1.0, 4.0), Spread(1.0, 0.5, 1.5), Spread(0.5, 0.25, 1.0)
+    measured = scaling.Measurement(64, "K-FAC (paper)", *parts)
+    assert measured.both == Spread(3.0, 1.5, 5.5)
+    assert measured.beyond == Spread(2.5, 0.5, 5.25)
+
+
 def test_methods_at_work_in_the_backward_pass_are_measured_by_whole_steps() -> None:
     """Application beyond SGD's step, refresh beyond a plain one, each in its own round: a slow round is slow for all."""
 

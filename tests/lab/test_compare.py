@@ -350,3 +350,14 @@ def test_display_says_each_ended_run_in_one_line():
         "[1/2] sgd, seed 0: finished, test accuracy 91.25% after 2.00 s of training",
         "[2/2] sgd, seed 1: failed: no [memory]",
     ]
+
+
+def test_a_run_file_that_names_no_workload_is_for_any(tmp_path):
+    own, any_ = tmp_path / "own.toml", tmp_path / "any.toml"
+    any_.write_text('label = "plain"\n\n[optimizer]\nname = "sgd"\n')
+    own.write_text('workload = "digits-mlp"\n' + any_.read_text())
+    for workload in ("digits-mlp", "digits-autoencoder"):
+        config = Comparison(workload=workload, contenders=(str(any_),)).config(str(any_), 0)
+        assert (config.workload, config.name, config.optimizer.name) == (workload, "plain", "sgd")
+    with pytest.raises(LabError, match="is for the workload digits-mlp, not for digits-autoencoder"):
+        Comparison(workload="digits-autoencoder", contenders=(str(own),)).config(str(own), 0)

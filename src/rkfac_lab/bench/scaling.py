@@ -62,9 +62,9 @@ class Measurement:
 
     @property
     def beyond(self) -> Spread:
-        """One of each, without what SGD's step takes."""
-        own = {"r": self.refresh, "a": self.application, "s": self.sgd}
-        return Spread.through(lambda part: part["r"] + part["a"] - part["s"], own)
+        """One of each, without what SGD's step takes: the least where that takes the most."""
+        both, sgd = self.both, self.sgd
+        return Spread(both.median - sgd.median, both.low - sgd.high, both.high - sgd.low)
 
 
 def problem(width: int, rank: int) -> Problem:

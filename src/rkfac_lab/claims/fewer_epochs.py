@@ -97,9 +97,9 @@ class FewerEpochs(Claim):
     epochs: int = 4
     tuning_epochs: int = 1
     rates: tuple[float, ...] = (0.03, 0.1, 0.3, 1.0, 3.0)
-    finalists: int = 2
+    finalists: int = 3
     common: float = 0.3
-    seeds: int = 10
+    seeds: int = 6
     others: int = 2
     target: float = 0.60
 
