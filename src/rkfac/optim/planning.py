@@ -214,10 +214,14 @@ def _all_moderate(moves: Sequence[Plain], state: State) -> bool:
 
 
 def _together(moves: Sequence[Plain]) -> list[Move]:
-    """Parameters that move by the same rule and numbers, and without a clip, in one go."""
+    """Parameters that move by the same rule and numbers, and without a clip, in one go.
+
+    Not in 16 bits on a CPU, where torch steps one by one and rounds elsewhere than in one go.
+    """
     alike: dict[Any, list[Plain]] = {}
     for move in moves:
         p = move.target.parameter
-        alone = id(p) if move.largest is not None or p.is_complex() else None
+        rounded = p.dtype.itemsize <= 2 and p.device.type == "cpu"
+        alone = id(p) if move.largest is not None or p.is_complex() or rounded else None
         alike.setdefault((id(move.rule), id(move.target.group), p.device, p.dtype, alone), []).append(move)
     return [same[0] if len(same) == 1 else PlainTogether(same) for same in alike.values()]
