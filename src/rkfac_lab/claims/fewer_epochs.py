@@ -99,7 +99,7 @@ class FewerEpochs(Claim):
     rates: tuple[float, ...] = (0.03, 0.1, 0.3, 1.0, 3.0)
     finalists: int = 3
     common: float = 0.3
-    seeds: int = 6
+    seeds: int = 4
     others: int = 2
     target: float = 0.60
 
