@@ -444,6 +444,11 @@ def _title(runs: Sequence[Run]) -> str:
 
 
 def _legend(figure: Figure, axes: Axes, labels: Sequence[str]) -> None:
-    lines = axes.get_lines()[: len(labels)]
-    if lines:
-        figure.legend(lines, [plotted(label) for label in labels], loc="outside lower center", ncols=6, frameon=False)
+    lines, names = axes.get_lines()[: len(labels)], [plotted(label) for label in labels]
+    if not lines:
+        return
+    for columns in range(6, 0, -1):  # as many side by side as the picture is wide enough for
+        legend = figure.legend(lines, names, loc="outside lower center", ncols=columns, frameon=False)
+        if columns == 1 or legend.get_window_extent().width <= figure.bbox.width:
+            return
+        legend.remove()

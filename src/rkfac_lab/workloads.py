@@ -138,8 +138,8 @@ register(
         defaults=_settings(
             "sgd",
             sgd={"lr": 0.3, "momentum": 0.9, "nesterov": True},
-            adamw={"lr": 3e-3},
-            muon={"lr": 3e-2},
+            adamw={"lr": 1e-2},
+            muon={"lr": 0.3},
             soap={"lr": 1e-2},
             shampoo={"lr": 0.3},
         ),

@@ -167,7 +167,7 @@ def test_a_comparison_writes_table_curves_and_page_of_its_runs(tmp_path, trained
     assert written["made_by"]["machines"][0]["name"] == folders[0].environment["processor"]
     assert told.count("| adamw |") == 3
     assert f"    {origin.kept(tmp_path).command}" in told
-    assert "- adamw: lr 0.003 (seeds 0, 1)" in told
+    assert "- adamw: lr 0.01 (seeds 0, 1)" in told
     assert folders[0].environment["processor"].split()[0] in told
     assert "<svg" in (tmp_path / "curves.svg").read_text()
     assert "adamw" in (tmp_path / "report.html").read_text()

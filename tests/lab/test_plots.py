@@ -54,6 +54,15 @@ def test_curves_draw_every_optimizer_in_its_colour_in_every_panel():
     assert against_seconds.get_xscale() == "log"  # 12 s against 0.3 s
 
 
+def test_a_legend_of_many_long_names_stays_inside_of_the_picture():
+    runs = [make_run(f"a recipe with one more thing changed, number {n}") for n in range(14)]
+    figure = plots.curves(runs)
+    figure.draw_without_rendering()
+    taken = figure.legends[0].get_window_extent()
+    assert len(figure.legends[0].get_texts()) == 14
+    assert 0 <= taken.x0 and taken.x1 <= figure.bbox.x1
+
+
 def test_accuracies_of_nought_and_one_can_be_drawn():
     figure = plots.curves([make_run("sgd", accuracies=[0.0, 0.5, 1.0])])
     low, high = figure.axes[0].get_ylim()

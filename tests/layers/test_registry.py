@@ -95,6 +95,12 @@ def test_every_case_is_covered(case: Case) -> None:
     assert isinstance(adapter_for(case.module()), Adapter)
 
 
+def test_a_conv1d_that_does_not_say_its_inputs_is_covered() -> None:
+    module = Conv1D(3, 4)
+    del module.nx
+    assert adapter_for(module) is adapter_for(Conv1D(3, 4))
+
+
 def test_a_subclass_that_kept_forward_is_covered() -> None:
     assert adapter_for(Kept(3, 2)) is adapter_for(nn.Linear(3, 2))
 

@@ -36,6 +36,7 @@ def wide_rows(n: int = 5, dtype: torch.dtype = torch.float64) -> tuple[Tensor, T
 
 
 SHORT: dict[str, Any] = {"factor_every": 2, "inverse_every": 6}
+OFTEN: dict[str, Any] = {"correct_every": 1, "correct_share": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -47,14 +48,21 @@ SHORT: dict[str, Any] = {"factor_every": 2, "inverse_every": 6}
         ({**SHORT, "rank": 3, "tail": "trace", "apply": "backward"}, 3),
         ({**SHORT, "rank": 3, "variant": "b-r", "overwrite_every": 2}, 3),
         ({**SHORT, "rank": 3, "variant": "b-r", "overwrite_every": 3, "tail": "trace"}, 3),
+        ({**SHORT, "variant": "b-r-c", "overwrite_every": 3, "correct_every": 2}, None),
+        ({**SHORT, "rank": 4, "variant": "b-r-c", "overwrite_every": 2, **OFTEN, "tail": "trace"}, 3),
+        ({**SHORT, "rank": 3, "variant": "b-r-c", "overwrite_every": 4, "correct_every": 3, "correct_share": 1.0}, 3),
     ],
-    ids=["paper", "short periods", "trace", "few samples, trace, backward", "b-r", "b-r, trace"],
+    ids=[
+        *("paper", "short periods", "trace", "few samples, trace, backward", "b-r", "b-r, trace"),
+        *("b-r-c", "b-r-c, trace, half of the modes", "b-r-c, all modes"),
+    ],
 )
 def test_thirty_steps_agree_with_numpy(changes: dict[str, Any], samples: int | None) -> None:
     """With few samples both sides of the hidden layer and the input of the last are online."""
     model, data = network(), [(x[:samples], y[:samples]) for x, y in batches()]
     keywords = {**rkfac.paper_defaults(), "rank": 5, "weight_decay": 0.0, "apply": "step", **changes}
-    optimizer = rkfac.BKFAC(model, **keywords, decomposition=rkfac.Exact())
+    generator, source = (torch.Generator().manual_seed(5) for _ in range(2))
+    optimizer = rkfac.BKFAC(model, **keywords, decomposition=rkfac.Exact(), generator=generator)
     history, losses = numpy_online.train(
         weights_and_biases(model),
         data,
@@ -69,6 +77,9 @@ def test_thirty_steps_agree_with_numpy(changes: dict[str, Any], samples: int | N
         clip=keywords["update_clip"],
         tail=keywords["tail"],
         overwrite_every=keywords.get("overwrite_every"),
+        correct_every=keywords.get("correct_every"),
+        correct_share=keywords.get("correct_share", 0.2),
+        draw=lambda modes: torch.randperm(modes, generator=source).numpy(),
     )
     assert_follows(model, optimizer, data, history, losses)
     report = optimizer.report()

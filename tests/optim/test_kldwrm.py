@@ -31,8 +31,8 @@ from optim.problems import (
     twin,
 )
 from optim.problems import train as trained
-from optim.test_trajectory import batches, network
-from oracles import numpy_kldwrm
+from optim.test_trajectory import batches, network, weights_and_biases
+from oracles import numpy_kfac, numpy_kldwrm
 
 RATES = (0.3, 0.5, 0.1, 0.1, 0.7, 0.02)  # of the steps that are minimised by brute force
 RHO, DAMPING = 0.6, 0.05
@@ -171,6 +171,58 @@ def test_thirty_steps_agree_with_numpy(variant: str, rule: str, periods: tuple[i
             np.testing.assert_allclose(layer.bias.detach().numpy(), bias, rtol=0, atol=1e-8)
     assert (clipped > 20) == (clip < 1), "the clip was not tried"
     assert_moved(model, start)
+
+
+@pytest.mark.parametrize("variant", ["so", "q"])
+@pytest.mark.parametrize(("rule", "periods"), [("factored", (1, 2)), ("product", (2, 6))], ids=str)
+def test_thirty_steps_in_truncated_sketches_agree_with_numpy(variant: str, rule: str, periods: tuple[int, int]) -> None:
+    """The twin sketches with the same random numbers: a truncation of its own would be another one after few steps."""
+    model, data = network(), batches()
+    rate = lambda k: 0.02 * (1 + math.sin(k)) + 0.005  # noqa: E731
+    generator, source = (torch.Generator().manual_seed(5) for _ in range(2))
+    sketch: dict[str, Any] = {"rank": 3, "oversampling": 2, "power_iterations": 2}
+    settings: dict[str, Any] = {"damping": 0.3, "relative_to": None, "factor_start": "paper", "factor_decay": RHO}
+    optimizer = stated.KLDWRM(
+        model,
+        variant=variant,
+        damping_rule=rule,
+        decomposition=rkfac.RSVD(),
+        warm_start=False,
+        generator=generator,
+        update_clip=0.5,
+        factor_every=periods[0],
+        inverse_every=periods[1],
+        **sketch,
+        **settings,
+    )
+
+    def sketched(factor: np.ndarray) -> np.ndarray:
+        draw = lambda d, p: torch.randn(d, p, dtype=torch.float64, generator=source).numpy()  # noqa: E731
+        U, values = numpy_kfac.decompose(factor, "rsvd", draw=draw, **sketch)
+        return U @ np.diag(values) @ U.T
+
+    history = numpy_kldwrm.train(
+        weights_and_biases(model),
+        data,
+        variant=variant,
+        rule="factor" if rule == "factored" else "product",
+        learning_rate=rate,
+        rho=RHO,
+        damping=0.3,
+        factor_period=periods[0],
+        inverse_period=periods[1],
+        clip=0.5,
+        weight_decay=0.0,
+        sketched=sketched,
+    )
+    for k, ((images, labels), expected) in enumerate(zip(data, history, strict=True)):
+        optimizer.param_groups[0]["lr"] = rate(k)
+        step(model, optimizer, (torch.from_numpy(images), torch.from_numpy(labels)))
+        for mine, theirs in zip(weights_and_biases(model), expected, strict=True):
+            for own, its in zip(mine, theirs, strict=True):
+                np.testing.assert_allclose(own, its, rtol=0, atol=1e-8)
+    assert {r.rank_input for r in optimizer.report()} == {r.rank_output for r in optimizer.report()} == {3}
+    assert torch.equal(generator.get_state(), source.get_state()), "as many numbers were drawn"
 
 
 # --- limits

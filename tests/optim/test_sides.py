@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 import rkfac
 from optim import stated
+from optim.test_trajectory import assert_follows, batches, network, weights_and_biases
+from oracles import numpy_kfac
 
 SIDES = ["input", "output"]
 
@@ -63,6 +65,37 @@ def test_a_step_is_the_one_sided_solve(side: str, rule: str, relative_to: str | 
     moved = [(b - p.detach()) / 0.1 for b, p in zip(before, net.parameters(), strict=True)]
     for S, W, b in zip(expected, moved[::2], moved[1::2], strict=True):
         torch.testing.assert_close(torch.cat([W, b[:, None]], 1), S)
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("method", ["exact", "rsvd"])
+@pytest.mark.parametrize("rule", ["factored", "product"])
+def test_thirty_steps_agree_with_numpy(side: str, method: str, rule: str) -> None:
+    net, data = network(), batches()
+    keywords = {**rkfac.paper_defaults(), "damping_rule": rule, "factor_every": 2, "inverse_every": 6}
+    keywords |= {"rank": 5, "oversampling": 2, "weight_decay": 0.0}
+    kind = rkfac.KFAC if method == "exact" else rkfac.RSKFAC
+    optimizer = kind(net, sides=side, **keywords, generator=torch.Generator().manual_seed(5))
+    source = torch.Generator().manual_seed(5)
+    history, losses = numpy_kfac.train(
+        weights_and_biases(net),
+        data,
+        method=method,
+        sides=side,
+        damping_rule="factor" if rule == "factored" else "product",
+        draw=lambda d, p: torch.randn(d, p, dtype=torch.float64, generator=source).numpy(),
+        learning_rate=keywords["lr"],
+        kappa=keywords["damping"],
+        rho=keywords["factor_decay"],
+        factor_period=keywords["factor_every"],
+        inverse_period=keywords["inverse_every"],
+        rank=keywords["rank"],
+        oversampling=keywords["oversampling"],
+        power_iterations=keywords["power_iterations"],
+        clip=keywords["update_clip"],
+        weight_decay=0.0,
+    )
+    assert_follows(net, optimizer, data, history, losses)
 
 
 def test_the_input_side_collects_no_gradients() -> None:

@@ -46,6 +46,37 @@ def test_thirty_steps_agree_with_numpy(changes: dict[str, Any]) -> None:
     assert_follows(model, optimizer, data, history, losses)
 
 
+@pytest.mark.parametrize(
+    ("changes", "samples"),
+    [({}, None), ({"tail": "trace", "factor_every": 1}, None), ({"rank": 3}, 3), ({"weight_sharing": "expand"}, None)],
+    ids=["reduced", "trace", "few samples", "expanded"],
+)
+def test_thirty_steps_with_averages_of_moments_agree_with_numpy(changes: dict[str, Any], samples: int | None) -> None:
+    """A factor is online where the first batch's 12 rows (a row a position, if expanded) and the modes leave room."""
+    model, data = network(), [(x[:samples], y[:samples]) for x, y in batches()]
+    keywords = {**rkfac.paper_defaults(), "weight_decay": 0.0, "weight_sharing": "reduce", "rank": 5}
+    keywords |= {"factor_every": 2, "inverse_every": 6, **changes}
+    optimizer = rkfac.SKFAC(model, averaging="moments", **keywords)
+    history, losses = numpy_online.train(
+        weights_and_biases(model),
+        data,
+        kind=numpy_online.Online,
+        reduce=keywords["weight_sharing"] == "reduce",
+        learning_rate=keywords["lr"],
+        kappa=keywords["damping"],
+        rho=keywords["factor_decay"],
+        factor_period=keywords["factor_every"],
+        inverse_period=keywords["inverse_every"],
+        rank=keywords["rank"],
+        clip=keywords["update_clip"],
+        tail=keywords["tail"],
+    )
+    assert_follows(model, optimizer, data, history, losses)
+    online = [(r.kept_input == "online", r.kept_output == "online") for r in optimizer.report()]
+    few, expanded = samples is not None, keywords["weight_sharing"] == "expand"
+    assert online == [(not expanded, False), (True, few), (few, False)]
+
+
 @pytest.mark.parametrize("n", [2, 5, 31, 45])
 @pytest.mark.parametrize("averaging", ["columns", "moments"])
 @pytest.mark.parametrize("rule", ["factored", "pi", "product"])

@@ -14,6 +14,8 @@ import rkfac
 from optim import enrolled, stated
 from optim.problems import average, mlp, reader, rows, same, sentences, step, train, twin
 from optim.promises.test_loading_damage import assert_all_refused
+from optim.test_trajectory import assert_follows, batches, network, weights_and_biases
+from oracles import numpy_stale
 from rkfac.curvature.block import KroneckerBlock
 from rkfac.layers import KroneckerAdapter
 
@@ -84,6 +86,47 @@ def test_the_average_forgets_by_steps_and_not_by_looks() -> None:
         state = optimizer.state_dict()["curvature"]["blocks"][""]["factors"]["input"]
         torch.testing.assert_close(average(state), expected)
     assert 4 < len(looks) < 25, looks
+
+
+PACED: dict[str, dict[str, Any]] = {
+    "exact": {},
+    "exact, unbiased, mean": {"factor_start": "unbiased", "relative_to": "mean"},
+    "rsvd, unbiased": {"factor_start": "unbiased"},
+    "rsvd, unbiased, trace": {"factor_start": "unbiased", "tail": "trace"},
+}
+
+
+@pytest.mark.parametrize("case", PACED)
+def test_thirty_steps_agree_with_numpy(case: str) -> None:
+    """Layers go their own ways: the twin counts every layer's intervals itself."""
+    model, data, method = network(), batches(), case.split(",")[0]
+    keywords = {**rkfac.paper_defaults(), "lr": 0.05, "weight_decay": 0.0, "factor_every": 2}
+    keywords |= {"factor_decay": 0.9, "rank": 5, "oversampling": 2, **PACED[case]}
+    kind = rkfac.KFAC if method == "exact" else rkfac.RSKFAC
+    optimizer = kind(model, stale=0.1, **keywords, generator=torch.Generator().manual_seed(5))
+    source = torch.Generator().manual_seed(5)
+    history, losses, intervals = numpy_stale.train(
+        weights_and_biases(model),
+        data,
+        threshold=0.1,
+        method=method,
+        draw=lambda d, p: torch.randn(d, p, dtype=torch.float64, generator=source).numpy(),
+        measure=keywords["relative_to"],
+        tail=keywords["tail"],
+        from_identity=keywords["factor_start"] == "paper",
+        learning_rate=keywords["lr"],
+        kappa=keywords["damping"],
+        rho=keywords["factor_decay"],
+        factor_period=keywords["factor_every"],
+        rank=keywords["rank"],
+        oversampling=keywords["oversampling"],
+        power_iterations=keywords["power_iterations"],
+        clip=keywords["update_clip"],
+    )
+    assert_follows(model, optimizer, data, history, losses)
+    assert [record.interval for record in optimizer.report()] == [of[-1] for of in intervals]
+    assert len({tuple(of) for of in intervals}) > 1
+    assert max(map(max, intervals)) > 1, "all layers were looked at in every step"
 
 
 def test_a_failed_decomposition_waits_for_the_next_statistics() -> None:

@@ -200,17 +200,28 @@ def damped_inverse_times(pairs: Eigenpairs, damping: float, matrix: Array) -> Ar
     return U @ middle @ U.T @ matrix + matrix / damping
 
 
-def precondition(gradient: Array, input_pairs: Eigenpairs, output_pairs: Eigenpairs, kappa: float, rule: str) -> Array:
-    """The direction S (dG x dA) under relative damping.
+def precondition(
+    gradient: Array, input_pairs: Eigenpairs | None, output_pairs: Eigenpairs | None, kappa: float, rule: str
+) -> Array:
+    """The direction S (dG x dA) under relative damping; a side of None is left out.
 
     'factor': (Gamma + lambda_Gamma I)^{-1} J (A + lambda_A I)^{-1}, lambda_X = kappa * (largest retained value of X).
     'product': (A kron Gamma + lambda I)^{-1} vec(J), lambda = kappa * (largest of A) * (largest of Gamma). A discarded
-    mode has eigenvalue zero, as in equation (13), so its part of J is divided by lambda alone.
+    mode has eigenvalue zero, as in equation (13), so its part of J is divided by lambda alone. A side that is left out
+    is the identity: 'factor' does not damp it, 'product' counts it among the products.
     """
     if rule == "factor":
-        M = damped_inverse_times(input_pairs, kappa * input_pairs.values.max(), gradient.T).T
-        return damped_inverse_times(output_pairs, kappa * output_pairs.values.max(), M)
+        M = gradient
+        if input_pairs is not None:
+            M = damped_inverse_times(input_pairs, kappa * input_pairs.values.max(), M.T).T
+        if output_pairs is not None:
+            M = damped_inverse_times(output_pairs, kappa * output_pairs.values.max(), M)
+        return M
     if rule == "product":
+        input_pairs, output_pairs = (
+            Eigenpairs(np.eye(size), np.ones(size)) if pairs is None else pairs
+            for pairs, size in ((input_pairs, gradient.shape[1]), (output_pairs, gradient.shape[0]))
+        )
         products = np.outer(output_pairs.values, input_pairs.values)
         damping = kappa * output_pairs.values.max() * input_pairs.values.max()
         rotated = output_pairs.vectors.T @ gradient @ input_pairs.vectors
@@ -230,6 +241,7 @@ def train(
     batches: Sequence[tuple[Array, Array]],
     *,
     method: str = "exact",
+    sides: str = "both",
     damping_rule: str = "factor",
     activation: str = "relu",
     draw: Draw | None = None,
@@ -248,7 +260,8 @@ def train(
     """One step per batch (images, labels); returns the parameters after each step and each step's loss before it.
 
     The defaults are the paper's values in its first epoch. Every schedule is read at the current step, so a new kappa
-    acts at once, on eigenvalues that may be older. `draw` is called in network order, for A and then Gamma of a layer.
+    acts at once, on eigenvalues that may be older. `draw` is called in network order, for A and then Gamma of a layer;
+    `sides` "input" or "output": for one of them, the other is left out.
     """
 
     def at(setting: Scheduled, step: int) -> float:
@@ -258,7 +271,8 @@ def train(
     matrices = [parameter_matrix(weight, bias) for weight, bias in parameters]
     # [A, Gamma] of each layer, starting from the identity
     averages = [[np.eye(matrix.shape[1]), np.eye(matrix.shape[0])] for matrix in matrices]
-    decompositions: list[list[Eigenpairs]] = []
+    decompositions: list[list[Eigenpairs | None]] = []
+    kept = {"both": (True, True), "input": (True, False), "output": (False, True)}[sides]
     history: list[Parameters] = []
     losses: list[float] = []
 
@@ -278,7 +292,11 @@ def train(
                 "power_iterations": int(at(power_iterations, step)),
             }
             decompositions = [
-                [decompose(factor, method, draw=draw, **sizes) for factor in average] for average in averages
+                [
+                    decompose(X, method, draw=draw, **sizes) if own else None
+                    for X, own in zip(average, kept, strict=True)
+                ]
+                for average in averages
             ]
 
         # Decay is neither preconditioned nor clipped, and is off until its start step.

@@ -1,6 +1,7 @@
 """Reference KLD-WRM ("so", "q" and "qe") in plain NumPy (float64), on the tiny network of `numpy_kfac`.
 
-Everything is a dense matrix: factors are inverted as they are, the damping is absolute, averages start from the identity.
+Everything is a dense matrix: factors, or what a sketch keeps of them, are inverted as they are, the damping is absolute,
+averages start from the identity.
 The step problem's matrix F + lr B is taken for (A + lr A_k) (x) (G + lr G_k) / (1 + lr), each F_i with its damping.
 """
 
@@ -98,8 +99,13 @@ def train(
     clip: float,
     weight_decay: float,
     inner: Inner | None = None,
+    sketched: Callable[[Array], Array] = lambda factor: factor,
 ) -> list[Parameters]:
-    """The parameters after each step."""
+    """The parameters after each step.
+
+    `sketched` is what is kept of a factor, again as a matrix: asked for layer by layer, for A and then Gamma, and for those
+    with the batch blended in before the running ones.
+    """
     parameters = [(np.array(weight, dtype=float), np.array(bias, dtype=float)) for weight, bias in parameters]
     matrices = [parameter_matrix(weight, bias) for weight, bias in parameters]
     averages = [(np.eye(m.shape[1]), np.eye(m.shape[0])) for m in matrices]
@@ -117,21 +123,24 @@ def train(
                 tuple(rho * old + (1 - rho) * new for old, new in zip(average, now, strict=True))
                 for average, now in zip(averages, batch, strict=True)
             ]
-        if refreshed := step % inverse_period == 0:
-            used = list(averages)
+        refreshed = step % inverse_period == 0
         updated = []
         curvature = []  # F and B of each layer
         for index, ((weight, bias), layer) in enumerate(zip(parameters, statistics, strict=True)):
+            blended = None
+            if variant != "so" and fresh and refreshed:
+                # (A + lr A_k) (x) (G + lr G_k) / (1 + lr), and the damping of F and of B on top
+                both = zip(averages[index], batch[index], strict=True)
+                blended = [sketched((X + lr * X_k) / (1 + lr)) for X, X_k in both]
+            if refreshed:
+                used[index] = tuple(sketched(X) for X in averages[index])
             A, G = used[index]
             corrected = layer.gradient + pull[index] / lr
-            A_k, G_k = batch[index] if fresh and refreshed else (A, G)
-            curvature.append(((A, G), (A_k, G_k)))
+            curvature.append(((A, G), (A, G) if blended is None else batch[index]))
             if variant == "so":
                 direction = solved(corrected, A, G, damping, rule)
             else:
-                # (A + lr A_k) (x) (G + lr G_k) / (1 + lr), and the damping of F and of B on top
-                A_both, G_both = (A + lr * A_k) / (1 + lr), (G + lr * G_k) / (1 + lr)
-                direction = solved(corrected, A_both, G_both, damping, rule) / (1 + lr)
+                direction = solved(corrected, *(blended or (A, G)), damping, rule) / (1 + lr)
             direction = clip_rms(direction, clip)
             pull[index] = rho * (pull[index] - lr * curved(direction, A, G, damping, rule))
             theta = parameter_matrix(weight, bias)

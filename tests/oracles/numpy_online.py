@@ -6,7 +6,7 @@ formed here as a matrix. SKFAC: the average of columns and Woodbury's inverse of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,15 +37,26 @@ class Online:
     """A factor of B-KFAC from the identity on: truncated where rank + columns < d at first, the whole average elsewhere.
 
     `tail` "trace" puts the mean of what was cut in the place of the modes that are not kept; `overwrite_every`: so many
-    refreshes apart, from the first on, the average itself takes the place of what is kept of it ("b-r").
+    refreshes apart, from the first on, the average itself takes the place of what is kept of it ("b-r"); `correct_every`:
+    so many statistics apart, `correct_share` of the kept modes and one more are turned among themselves to those of the
+    average ("b-r-c"). Which: the first ones of `draw(modes)`, a permutation.
     """
 
     def __init__(
-        self, size: int, rho: float, rank: int, tail: str = "zero", overwrite_every: int | None = None
+        self,
+        size: int,
+        rho: float,
+        rank: int,
+        tail: str = "zero",
+        overwrite_every: int | None = None,
+        correct_every: int | None = None,
+        correct_share: float = 0.2,
+        draw: Callable[[int], Array] = np.arange,
     ) -> None:
         self.rho, self.rank, self.size, self.tail, self.every = rho, rank, size, tail, overwrite_every
+        self.correct_every, self.correct_share, self.draw = correct_every, correct_share, draw
         self.kept, self.average = np.zeros((size, size)), np.zeros((size, size))
-        self.identity, self.truncates, self.refreshes = 1.0, None, 0
+        self.identity, self.truncates, self.refreshes, self.statistics = 1.0, None, 0, 0
 
     def take(self, new: Array) -> None:
         if self.truncates is None:
@@ -57,6 +68,19 @@ class Online:
             values, vectors = np.linalg.eigh(self.kept)
             vectors = vectors[:, -self.rank :]
             self.kept = vectors @ np.diag(values[-self.rank :]) @ vectors.T
+        self.statistics += 1
+        if self.truncates and self.correct_every is not None and self.statistics % self.correct_every == 0:
+            self.correct()
+
+    def correct(self) -> None:
+        """The average seen in the span of some of the kept modes takes the place of what is kept there."""
+        values, vectors = np.linalg.eigh(self.kept)
+        modes = min(self.rank, int((values > 1e-12 * values[-1]).sum()))  # there are fewer at first
+        U, values = vectors[:, ::-1][:, :modes], values[::-1][:modes]
+        chosen = self.draw(modes)[: min(modes, round(self.correct_share * modes + 1))]
+        others = np.setdiff1d(np.arange(modes), chosen)
+        inside = U[:, chosen] @ U[:, chosen].T
+        self.kept = inside @ self.average @ inside + U[:, others] @ np.diag(values[others]) @ U[:, others].T
 
     def refresh(self) -> None:
         overwritten = self.every is not None and self.refreshes % self.every == 0

@@ -45,7 +45,8 @@ def _conv1d(module: nn.Module) -> Adapter | Uncovered | None:
     weight, bias = CONV1D.plain_weight(module), CONV1D.bias(module)
     if weight is None or bias is None:
         return NOT_PLAIN
-    nx, nf = getattr(module, "nx", None), getattr(module, "nf", None)
+    nf = getattr(module, "nf", None)
+    nx = getattr(module, "nx", len(weight))  # earlier versions of the library keep nf alone
     if weight.shape != (nx, nf) or bias.shape != (nf,):
         return Uncovered(f"Conv1D of another shape than its nx={nx} and nf={nf} say")
     return CONV1D
