@@ -360,7 +360,7 @@ def test_an_optimizer_without_a_block_for_ties_leaves_them_out_by_name() -> None
     optimizer = Plain(language(), exclude=())
     reasons = {r.name: r.reason for r in optimizer.report() if not r.covered}
     assert reasons.keys() == {"table", "head"}
-    assert set(reasons.values()) == {"Plain has no curvature for Embedding and Linear"}
+    assert set(reasons.values()) == {"Plain has no curvature for a weight that Embedding and Linear share"}
 
 
 # --- moments

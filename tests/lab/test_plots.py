@@ -60,7 +60,8 @@ def test_a_legend_of_many_long_names_stays_inside_of_the_picture():
     figure.draw_without_rendering()
     taken = figure.legends[0].get_window_extent()
     assert len(figure.legends[0].get_texts()) == 14
-    assert 0 <= taken.x0 and taken.x1 <= figure.bbox.x1
+    assert taken.x0 >= 0
+    assert taken.x1 <= figure.bbox.x1
 
 
 def test_accuracies_of_nought_and_one_can_be_drawn():

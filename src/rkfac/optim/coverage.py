@@ -121,8 +121,9 @@ def block_for(
         if kind in block_types:
             made = block_types[kind](uses, adapter, settings)
             return Uncovered(made) if isinstance(made, str) else made
-    kinds = " and ".join(sorted({compat.kind_of(use.module).__name__ for use in uses}))
-    return Uncovered(f"{asker} has no curvature for {kinds}")
+    kinds = sorted({compat.kind_of(use.module).__name__ for use in uses})
+    what = kinds[0] if len(kinds) == 1 else f"a weight that {' and '.join(kinds)} share"
+    return Uncovered(f"{asker} has no curvature for {what}")
 
 
 def _made(
