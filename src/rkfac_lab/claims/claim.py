@@ -45,6 +45,10 @@ class Claim(ABC):
         """Decided by rules that are written down here, before anything is measured."""
 
     @abstractmethod
+    def rule(self, found: Found) -> str:
+        """By which rule the word was found, for who reads the page; what was mended after figures were known is said there."""
+
+    @abstractmethod
     def page(self, found: Found) -> str:
         """The body of the page in Markdown; pictures stand there by the names that `pictures` gives them."""
 

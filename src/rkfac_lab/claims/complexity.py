@@ -49,7 +49,8 @@ class Complexity(Claim):
     name: ClassVar[str] = "complexity"
     title: ClassVar[str] = "Cubic, quadratic, linear: what the width costs"
     says: ClassVar[str] = (
-        "“From O(d³) for K-FAC down to O(d²(r + r_l))”, and “partly closes the gap to SENG, which scales like O(d)”."
+        "“from O(d³) for K-FAC down to O(d²(r + r_l))”, and “partly closes the gap between K-FAC and SENG (which scales like "
+        "O(d))”."
     )
 
     widths: tuple[int, ...] = (256, 512, 1024, 2048, 4096, 8192)
@@ -73,11 +74,7 @@ class Complexity(Claim):
         return [asdict(row) for row in scaling.run((width,), self.rank, self.exact_up_to, self.rounds)]
 
     def verdict(self, found: Found) -> Verdict:
-        """Holds: every exponent is the promised one within its limits; partly: some are.
-
-        Where the seconds of the widest layers fall, the exponent up to there must be within its limits too: noise at one end
-        must not decide. Nor may that of the last doubling be above them: an average of rising exponents is not a law.
-        """
+        """As `rule` says."""
         rows = self._fitted(measured(found))
         slopes, rising = scaling.exponents(rows), scaling.exponents(_rising(rows))
         kept = {method: _kept(slopes, method) and _kept(rising, method) and _ends(rows, method) for method in PROMISED}
@@ -93,6 +90,18 @@ class Complexity(Claim):
         measured_on = f"one square Linear layer, {widths}, batch {scaling.BATCH}, rank {self.rank}"
         why = f"Exponents of refresh and application together, of the last two beyond SGD's own pass: {told}."
         return Verdict(word, measured_on, why + _doubts(rows))
+
+    def rule(self, found: Found) -> str:
+        """The same for every measurement."""
+        return (
+            "it holds if every exponent is the promised one within its limits, partly if some are. Where seconds fall "
+            "while the width "
+            "grows, the exponent up to there must be within the limits too, for noise at one end must not decide; nor "
+            "may that of the "
+            "last doubling be above them, for an average of rising exponents is not a law. (The last two were made "
+            "after the first "
+            "figures had been seen.)"
+        )
 
     def _fitted(self, rows: Sequence[Measurement]) -> list[Measurement]:
         """Narrower layers show where methods cross; what a call costs decides there, and not the power of the width."""
@@ -114,9 +123,7 @@ The statistics of the others are not counted. An exponent is the slope of the li
 logarithm against logarithm; a dash: not measured, or nothing measurable. Narrower layers, which show where methods cross, have
 rank {self.rank} too, and B-KFAC's update needs rank and batch together to be less than the width ({self.rank + scaling.BATCH}
 here), below which it does as RS-KFAC does; SENG forms the rows of its samples up to {EXPLICIT:,} entries of a weight (a width of
-{math.isqrt(EXPLICIT)}), and keeps them as two factors above: its refresh is another one there, and cheaper. Where seconds
-fall while the width grows, the exponent up to there must be within the limits too, and nowhere may that of the last doubling be
-above them (rules that were made after the first figures had been seen).
+{math.isqrt(EXPLICIT)}), and keeps them as two factors above: its refresh is another one there, and cheaper.
 """.strip(),
             f"## The exponents\n\n{self._exponents(wide)}\n\n{_doubts(wide).strip()}".strip(),
             f"![seconds against width]({self.name}-seconds.png)",
@@ -125,7 +132,8 @@ above them (rules that were made after the first figures had been seen).
 
 Of each pair, the width from which the one that grows more slowly is cheaper than the other on this machine: one refresh and one
 application beyond SGD's pass, on straight lines between the measured widths, logarithm against logarithm. How often a method
-refreshes is not in it.
+refreshes is not in it. Two that are at the largest width no further apart than half the distance between the quartiles of each
+are not told apart; where one of them changes its form between two widths, no line leads from the one to the other.
 
 {self._crossovers(rows)}""",
         ]
@@ -152,12 +160,26 @@ refreshes is not in it.
         return table(["", *map(str, self.widths)], lines)
 
     def _crossovers(self, rows: Sequence[Measurement]) -> str:
-        known = {(row.method, row.width): row.beyond.median for row in rows}
+        known = {(row.method, row.width): row.beyond for row in rows}
+        changes = {"B-KFAC (paper)": self.rank + scaling.BATCH, "SENG (paper)": math.isqrt(EXPLICIT)}
         lines = []
         for pair in itertools.combinations(PROMISED, 2):
             shared = [width for width in self.widths if all((method, width) in known for method in pair)]
-            first, second = ([known[method, width] for width in shared] for method in pair)
+            first, second = ([known[method, width].median for width in shared] for method in pair)
             slower, where = overtaking(shared, first, second)
+            if shared and _alike(*(known[method, shared[-1]] for method in pair)):
+                where = f"not told apart at {shared[-1]}"
+            elif where.isdigit():
+                between = [(low, high) for low, high in itertools.pairwise(shared) if low <= float(where) < high]
+                where = next(
+                    (
+                        f"between {low} and {high}, where {_short(method)} changes its form"
+                        for low, high in between
+                        for method in pair
+                        if low < changes.get(method, 0) < high
+                    ),
+                    where,
+                )
             lines.append([_short(pair[1 - slower]), _short(pair[slower]), where])
         return table(["the one", "is dearer than", "from a width of"], lines, left=2)
 
@@ -247,6 +269,11 @@ def overtaking(widths: Sequence[float], first: Sequence[float], second: Sequence
     share = gaps[last] / (gaps[last] - gaps[last + 1])
     low, high = math.log(widths[last]), math.log(widths[last + 1])
     return slower, f"{math.exp(low + share * (high - low)):.0f}"
+
+
+def _alike(one: Spread, other: Spread) -> bool:
+    """Whether two medians are no further apart than their quartiles."""
+    return abs(one.median - other.median) <= (one.high - one.low) / 2 + (other.high - other.low) / 2
 
 
 def _short(method: str) -> str:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator
 
 from rkfac_lab.plots import INK, MARKERS, colour, dash
 
@@ -43,7 +45,14 @@ def logarithmic(axis: Any) -> None:
     axis.axes.set_xscale("log") if axis.axis_name == "x" else axis.axes.set_yscale("log")
     axis.set_major_locator(LogLocator(numticks=8))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.set_minor_formatter(NullFormatter())
+    axis.set_minor_formatter(FuncFormatter(partial(_between, axis)))
+
+
+def _between(axis: Any, value: float, _: int | None) -> str:
+    """Twos and fives have names too where there are few powers of ten, and all ticks where there is hardly one."""
+    low, high = axis.get_view_interval()
+    lead = round(value / 10 ** math.floor(math.log10(value) + 1e-9), 6)
+    return f"{value:g}" if high < 6 * low or (high < 100 * low and lead in (2, 5)) else ""
 
 
 def names_below(figure: Figure, axes: Axes, columns: int = 3) -> None:

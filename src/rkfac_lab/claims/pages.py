@@ -87,6 +87,7 @@ def text(measured: Measured) -> str:
                 f"# {claim.title}",
                 f"The paper: *{claim.says}*",
                 f"**{verdict.word.capitalize()}.** {verdict.why}",
+                f"The rule: {claim.rule(measured.found)}",
                 f"Measured on {verdict.measured}. Everything here is made from [the numbers]({claim.name}.json) that this "
                 "command wrote, and is made again from them by `rkfac claims --rebuild`:",
                 f"    {measured.command}",

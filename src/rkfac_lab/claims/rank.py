@@ -6,6 +6,7 @@ mean, and the averages are looked at with the identity they start from and witho
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -123,10 +124,7 @@ class Rank(Claim):
         return all(excess is not None and excess.share <= excess.chance for _, _, excess in judged)
 
     def verdict(self, found: Found) -> Verdict:
-        """Holds: every step within 5 % and every loss within the spread.
-
-        Partly: one of the two, or every step of one kind of averages, at the proportional rank or at the paper's own.
-        """
+        """As `rule` says."""
         kept, losses = self.step_is_kept(found), self.loss_is_kept(found)
         partly = losses or any(kept) or any(self.step_is_kept(found, itself=True))
         word = HOLDS if all(kept) and losses else PARTLY if partly else FAILS
@@ -154,6 +152,21 @@ class Rank(Claim):
             f"a training's loss after {self.steps} steps, against that of all modes: {losses}."
         )
 
+    def rule(self, found: Found) -> str:
+        """The same for every measurement."""
+        return (
+            f"it holds if every step is within {share(SMALL_ERROR, 0)} at the proportional rank with the paper's zero tail, of "
+            "averages with the identity and without, and no training's loss is larger than with all modes by more than "
+            "the seeds' "
+            f"spread or {share(truncated_training.SPREAD, 0)}, with either tail. It holds partly if one of these is so, "
+            "or if every "
+            f"step is at the paper's {paper.RANK} modes themselves, which on these narrower networks are a larger share "
+            "of all modes "
+            "than at the paper's widths. (Made when the figures were known: before, only averages with the identity and "
+            "proportional "
+            "ranks were judged, and the claim did not hold.)"
+        )
+
     # --- what is read
 
     def page(self, found: Found) -> str:
@@ -171,16 +184,15 @@ Figure 1's output factors came to their equilibrium after some 5100 steps, 170 u
 Section 5, every 10 steps, that are 9 epochs. All is therefore said twice: of the averages as they are, and with the identity
 taken out, as later in a training.
 
-The claim holds if every step is within {share(SMALL_ERROR, 0)} at the proportional rank with the paper's zero tail, with the
-identity and without, and every loss within the spread of the seeds. It holds partly if one of these is so, or if every step is at
-the paper's {paper.RANK} modes themselves, which on these narrower networks are more of all there are. (A rule that was made when
-the figures were known: before, only averages with the identity and proportional ranks were judged, and the claim did not hold.)
-
 ## The step at the paper's damping, by rank
 
 Relative error, median and (largest) over layers and times:
 
 {self._by_rank(found)}
+
+Cosine between the two steps, median and (smallest):
+
+{self._cosines(found)}
 
 ![error against rank]({self.name}-steps.png)
 
@@ -231,21 +243,29 @@ averages that are free of their start from the beginning (factor_start="unbiased
         shown = table(["", "averages", "tail", *ranks], lines, left=3)
         return f"{shown}\n\nThe proportional rank r is {proportional}.{''.join(itself)}"
 
+    def _cosines(self, found: Found) -> str:
+        lines = []
+        for subject, average, tail in itertools.product(self._subjects, (YOUNG, OLD), TAILS):
+            rows = _rows(found, workload=subject.workload, average=average, tail=tail)
+            columns = zip(*(row["cosine"] for row in rows), strict=True)
+            cells = [f"{plain(statistics.median(values), 4)} ({plain(min(values), 4)})" for values in columns]
+            lines.append([subject.workload, average, tail, *cells])
+        return table(["", "averages", "tail", *(f"{fraction:g} r" for fraction in self.fractions)], lines, left=3)
+
     def _by_damping(self, found: Found) -> str:
         position, lines = self.fractions.index(1.0), []
-        for damping in self.dampings:
+        for subject, damping in itertools.product(self._subjects, self.dampings):
             cells = []
-            for average in (YOUNG, OLD):
-                for tail in TAILS:
-                    rows = _rows(found, damping, average=average, tail=tail)
-                    relative, cosine = (
-                        statistics.median(row[what][position] for row in rows) if rows else None
-                        for what in ("relative", "cosine")
-                    )
-                    cells.append(f"{share(relative)}, {plain(cosine, 4)}")
-            lines.append([f"{damping[0]:g} of the {damping[1]}", *cells])
-        header = ["damping", *(f"{average}, {tail} tail" for average in (YOUNG, OLD) for tail in TAILS)]
-        return table(header, lines)
+            for average, tail in itertools.product((YOUNG, OLD), TAILS):
+                rows = _rows(found, damping, workload=subject.workload, average=average, tail=tail)
+                relative, cosine = (
+                    statistics.median(row[what][position] for row in rows) if rows else None
+                    for what in ("relative", "cosine")
+                )
+                cells.append(f"{share(relative)}, {plain(cosine, 4)}")
+            lines.append([subject.workload, f"{damping[0]:g} of the {damping[1]}", *cells])
+        header = ["", "damping", *(f"{average}, {tail} tail" for average in (YOUNG, OLD) for tail in TAILS)]
+        return table(header, lines, left=2)
 
     def _last(self, found: Found, average: str, tail: str) -> list[tuple[Row, Sequence[int] | None]]:
         """Rows of the last time, and what an automatic rank kept of that layer in a training."""

@@ -46,6 +46,28 @@ def test_crossings_that_were_not_measured():
     assert overtaking((), (), ())[1] == "not to be told"
 
 
+def test_crossings_within_the_quartiles_or_across_another_form_are_no_figures():
+    claim, found = Complexity(widths=(256, 512, 1024)), {"rows": []}
+    seconds = {  # RS-KFAC and SRE-KFAC cross, SENG falls under both where it changes its form
+        "RS-KFAC (paper)": (1.0, 2.0, 4.0),
+        "SRE-KFAC (paper)": (1.1, 2.1, 3.9),
+        "SENG (paper)": (2.0, 3.0, 3.0),
+    }
+    for method, values in seconds.items():
+        for width, value in zip(claim.widths, values, strict=True):
+            nothing = {"median": 1e-12, "low": 1e-12, "high": 1e-12}
+            refresh = {"median": value, "low": 0.95 * value, "high": 1.05 * value}
+            found["rows"].append(
+                {"width": width, "method": method, "refresh": refresh, "application": nothing, "sgd": nothing}
+            )
+    page = claim.page(found)
+    assert "| RS-KFAC | SRE-KFAC | not told apart at 1024 |" in page
+    assert "| RS-KFAC | SENG | between 512 and 1024, where SENG changes its form |" in page
+    for row in found["rows"]:
+        row["refresh"] |= {"low": row["refresh"]["median"], "high": row["refresh"]["median"]}
+    assert "| RS-KFAC | SRE-KFAC | not told apart" not in claim.page(found)
+
+
 def test_numbers_come_back_as_they_were():
     rows = measured(laws())
     assert scaling.exponents(rows)["K-FAC (paper)"]["both"] == pytest.approx(3)

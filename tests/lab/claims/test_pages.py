@@ -34,6 +34,9 @@ class Sum(Claim):
     def verdict(self, found):
         return Verdict(HOLDS, f"{len(self.terms)} terms", f"It is {found['sum']}.")
 
+    def rule(self, found):
+        return "it holds whatever it is."
+
     def page(self, found):
         return f"The sum is {found['sum']}."
 

@@ -217,8 +217,15 @@ def test_the_verdict(found, word):
 
 def test_the_why_counts_what_was_found():
     why = small().verdict(found_by()).why
-    assert "100 % (eigenvalues), 100 % (trace lost), 100 % (step) of all cases" in why
+    assert "100 % of 4 (eigenvalues; of 4), 100 % of 4 (trace lost; of 4), 100 % of" in why
     assert "with 2 products each, RS-KFAC needs" in why
+
+
+def test_cases_of_rounding_are_counted_apart_and_the_rule_says_what_the_guess_would_have_said():
+    claim, found = small(), found_by(values=(1e-6, 2e-6))
+    assert "- of 0 (eigenvalues; of 4)" in claim.verdict({**found, "rows": found_by(values=(1e-7, 1e-6))["rows"]}).why
+    assert "is smaller in - of 0 cases of eigenvalues, by which the word would be *does not hold*" in claim.rule(found)
+    assert "smaller in 100 % of 4 cases of eigenvalues, which does not change the word" in claim.rule(found_by())
 
 
 def test_trainings_that_did_not_end_are_no_evidence():

@@ -189,9 +189,16 @@ def test_what_came_later_is_shown_and_not_judged():
 def test_what_has_settled_is_told_layer_by_layer():
     why = Spectra().verdict(made(FLAT, settled=TWICE)).why
     assert why.endswith(
-        "after 5100 steps of the narrower networks, by which the paper saw an equilibrium: input factor A 20 of 257 and "
-        "40 of 513, output factor Γ 20 of 256 and 40 of 512."
+        "after 5100 steps of the narrower networks, by which the paper saw an equilibrium: input factor A middle layer "
+        "20 (257 from the identity) of 257 and 40 (513 from the identity) of 513, output factor Γ middle layer "
+        "20 (256 from the identity) of 256 and 40 (512 from the identity) of 512."
     )
+
+
+def test_the_rule_says_what_each_of_its_parts_came_to():
+    rule = Spectra().rule(made(FLAT, settled=TWICE))
+    assert "settled input factor A no (40 modes, 2.00 times), settled output factor Γ no (40 modes, 2.00 times)" in rule
+    assert rule.count(" yes (") + rule.count(" no (") == 4
 
 
 def test_the_pace_of_the_figure():
