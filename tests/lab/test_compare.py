@@ -152,7 +152,8 @@ def test_mistakes_are_said_before_the_first_run(tmp_path, trained):
 
 def test_a_comparison_writes_table_curves_and_page_of_its_runs(tmp_path, trained):
     console = quiet()
-    results = compare.run(Comparison(contenders=("sgd", "adamw"), seeds=2, common=SHORT), tmp_path, console=console)
+    two = Comparison(contenders=("sgd", "adamw"), seeds=2, common=SHORT, settings=("adamw.lr=0.003",))
+    results = compare.run(two, tmp_path, console=console)
     assert trained == ["sgd-seed0", "adamw-seed0", "sgd-seed1", "adamw-seed1"]
     folders = [record.load_run(tmp_path / "runs" / name) for name in trained]
     assert table_text.to_csv(tables.table1(folders)) == (tmp_path / "table.csv").read_text()
@@ -167,7 +168,7 @@ def test_a_comparison_writes_table_curves_and_page_of_its_runs(tmp_path, trained
     assert written["made_by"]["machines"][0]["name"] == folders[0].environment["processor"]
     assert told.count("| adamw |") == 3
     assert f"    {origin.kept(tmp_path).command}" in told
-    assert "- adamw: lr 0.01 (seeds 0, 1)" in told
+    assert "- adamw: lr 0.003 (seeds 0, 1)" in told
     assert folders[0].environment["processor"].split()[0] in told
     assert "<svg" in (tmp_path / "curves.svg").read_text()
     assert "adamw" in (tmp_path / "report.html").read_text()

@@ -81,7 +81,7 @@ def test_a_run_leaves_a_complete_folder(tmp_path):
     seconds = [line["train_seconds"] for line in run.epochs]
     assert seconds == sorted(seconds)
     assert sum(line["epoch_seconds"] for line in run.epochs) == pytest.approx(seconds[-1])
-    assert [line["lr"] for line in run.epochs] == pytest.approx([3e-3 * left / 32 for left in (23, 12, 1)])
+    assert [line["lr"] for line in run.epochs] == pytest.approx([1e-2 * left / 32 for left in (23, 12, 1)])
     cpu = [line["cpu_seconds"] for line in run.epochs]
     assert cpu == sorted(cpu)
     assert cpu[0] > 0

@@ -287,7 +287,7 @@ def test_trials_are_fair_and_failures_are_results(tmp_path, monkeypatch):
     comparison = Comparison(contenders=("sgd", "adamw", "rs-kfac"), settings=("rs-kfac.damping=0.1",))
     found = tuning.tune(comparison, tuning.Search(8), tmp_path, jobs.Display(quiet()))
     assert {name: len(found.of(name)) for name in found.contenders()} == {"sgd": 8, "adamw": 8, "rs-kfac": 8}
-    assert engine.asked[0][:4] == ["sgd-lr0.03", "adamw-lr0.0003", "rs-kfac-lr0.03", "sgd-lr0.1"]
+    assert engine.asked[0][:4] == ["sgd-lr0.03", "adamw-lr0.001", "rs-kfac-lr0.03", "sgd-lr0.1"]
     statuses = {trial.lr: trial.status for trial in found.of("sgd")}
     assert (statuses[0.3], statuses[1.0], statuses[0.01]) == ("diverged", "failed", "finished")
     assert {name: found.best(name).lr for name in found.contenders()} == {"sgd": 0.01, "adamw": 0.01, "rs-kfac": 0.01}
@@ -304,13 +304,13 @@ def test_finals_are_asked_for_after_all_trials_with_the_whole_budget(tmp_path, m
     found = tuning.tune(comparison, tuning.Search(5, epochs=1, finalists=2), tmp_path, jobs.Display(quiet()))
     assert engine.asked[-1] == [
         "sgd-lr0.1-final15",
-        "adamw-lr0.03-final15",
+        "adamw-lr0.1-final15",
         "sgd-lr0.3-final15",
-        "adamw-lr0.01-final15",
+        "adamw-lr0.03-final15",
     ]
     assert (len(found.of("sgd")), len(found.finals_of("sgd")), found.final_epochs) == (5, 2, 15)
     written = json.loads((tmp_path / "tuning.json").read_text())
-    assert [final["lr"] for final in written["finals"]] == [0.1, 0.03, 0.3, 0.01]
+    assert [final["lr"] for final in written["finals"]] == [0.1, 0.1, 0.3, 0.03]
 
 
 def test_finals_as_short_as_the_trials_are_refused(tmp_path):
