@@ -120,13 +120,18 @@ def summary(
         list[Path], typer.Argument(metavar="FOLDERS...", help="Folders of comparisons, with their table.json.")
     ],
     into: Annotated[Path | None, typer.Option(help="A page with a place for it; printed if not given.")] = None,
+    rebuild: Annotated[bool, typer.Option("--rebuild", help="Make each table.md again from its table.json.")] = False,
 ) -> None:
     """Several comparisons in two tables.
 
     What became of the promise, and who reached the targets first.
     """
     from rkfac_lab import summary as summing
+    from rkfac_lab import table_page
 
+    if rebuild:
+        for folder in comparisons:
+            speech.say(str(table_page.rebuild(folder)))
     found = [summing.read(folder) for folder in comparisons]
     text = summing.summary(found)
     if into is None:

@@ -29,6 +29,7 @@ from rkfac_lab import (
     report,
     schedules,
     speech,
+    table_page,
     table_text,
     tables,
     train,
@@ -218,14 +219,11 @@ def numbers(results: Results, reference: str | None = None) -> dict[str, Any]:
 
 def write(results: Results, folder: Path, reference: str | None = None) -> list[Path]:
     """Write the table as Markdown, CSV and JSON, the curves and the page; returns the paths, the page last."""
-    table = tables.table1(results.runs, results.failures)
-    pairs = promises(results.runs, results.failures)
+    kept = json.dumps(numbers(results, reference), indent=2) + "\n"
     texts = {
-        "table.md": table_text.to_markdown(table, reference)
-        + promise_text.to_markdown(pairs)
-        + provenance.to_markdown(results.runs),
-        "table.csv": table_text.to_csv(table),
-        "table.json": json.dumps(numbers(results, reference), indent=2) + "\n",
+        "table.md": table_page.text(json.loads(kept)),
+        "table.csv": table_text.to_csv(tables.table1(results.runs, results.failures)),
+        "table.json": kept,
     }
     for name, text in texts.items():
         disk.write_text(folder / name, text)

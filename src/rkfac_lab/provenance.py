@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rkfac_lab import origin
@@ -50,9 +50,8 @@ def to_json(runs: Sequence[Run]) -> dict[str, Any]:
     }
 
 
-def to_markdown(runs: Sequence[Run]) -> str:
-    """The same below a table."""
-    told = to_json(runs)
+def to_markdown(told: Mapping[str, Any]) -> str:
+    """What `to_json` found, below a table."""
     parts = [f"    {visible(command)}" for command in told["commands"]]
     parts.append("\n".join(_line(label, **known) for label, known in told["optimizers"].items()))
     facts = (filter(None, (one["name"], one["size"], one["versions"], one["dates"])) for one in told["machines"])
