@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 import rkfac
 from rkfac.theory import retained_modes
-from rkfac_lab.claims import drawing, looks, paper
+from rkfac_lab.claims import looks, paper, spectrum_pictures
 from rkfac_lab.claims.claim import FAILS, HOLDS, PARTLY, Claim, Found, Verdict
 from rkfac_lab.claims.desk import Desk
 from rkfac_lab.claims.looks import Series
@@ -404,44 +404,12 @@ is left. Factors wider than {self.once_above} were decomposed once, with the lon
 
     def pictures(self, found: Found) -> dict[str, Figure]:
         """Modes against the width of the factor, and the curves of the largest batch."""
+        early, settled = (self._series(found, self.decay, walks) for walks in ("walks", "settled"))
         return {
-            "width": self._against_width(found),
-            "curves": self._curves(found, "walks", self.steps[-1]),
-            "settled": self._curves(found, "settled", self.settled_steps[-1]),
+            "width": spectrum_pictures.against_width(early, self.steps[-1], ENOUGH),
+            "curves": spectrum_pictures.curves(early, max(self.batches), self.steps[-1]),
+            "settled": spectrum_pictures.curves(settled, max(self.batches), self.settled_steps[-1]),
         }
-
-    def _against_width(self, found: Found) -> Figure:
-        figure, panels = drawing.panels(
-            2, across="width d of the factor", up=f"modes above a 33rd after {self.steps[-1]} steps", same_height=True
-        )
-        for axes, side in zip(panels, SIDES, strict=True):
-            drawn = [(key, s) for key, s in self._series(found, self.decay).items() if key[2] == side]
-            for position, ((family, layer, _, batch), series) in enumerate(drawn):
-                label = f"{family}, {FAMILIES[family].layers[layer]}, batch {batch}"
-                widths, modes = [f["d"] for f in series], [f["looks"][-1]["unbiased"] for f in series]
-                axes.plot(widths, modes, **drawing.look(position, marked=True), label=label)
-            every = sorted({factor["d"] for _, series in drawn for factor in series})
-            axes.plot(every, every, color="#bbbbbb", linewidth=0.9, label="every mode")
-            drawing.logarithmic(axes.xaxis)
-            axes.set_xticks([2**power for power in range(3, 15) if every[0] <= 1.1 * 2**power <= 1.21 * every[-1]])
-            drawing.logarithmic(axes.yaxis)
-            drawing.note(axes, [(ENOUGH, f"the paper's rank, {ENOUGH}")])
-            axes.set_title(SIDES[side])
-        curves, labels = panels[0].get_legend_handles_labels()  # the second panel has the same
-        figure.legend(curves, labels, frameon=False, fontsize=9, loc="outside lower center", ncols=3)
-        return figure
-
-    def _curves(self, found: Found, walks: str, step: int) -> Figure:
-        series = self._series(found, self.decay, walks)
-        chosen = [(key, factors) for key, factors in series.items() if key[3] == max(self.batches)]
-        figure, panels = drawing.panels(len(chosen), across="mode", up="eigenvalue / largest", same_height=True)
-        for axes, ((family, layer, side, _), factors) in zip(panels, chosen, strict=True):
-            for position, factor in enumerate(factors):
-                modes, values = zip(*factor["curve"], strict=True)
-                axes.plot(modes, values, **drawing.look(position), label=f"width {factor['width']}, d = {factor['d']}")
-            title = f"{family}, {FAMILIES[family].layers[layer]}, {SIDES[side]}, batch {max(self.batches)}, step {step}"
-            drawing.as_spectrum(axes, NEGLIGIBLE, "a 33rd", title)
-        return figure
 
 
 def _from_either_start(factor: Mapping[str, Any]) -> str:
