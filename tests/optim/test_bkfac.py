@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import rkfac
 from optim import stated
 from optim.problems import assert_same_parameters, mlp, rows, same, train, twin
-from optim.test_trajectory import assert_follows, batches, network, weights_and_biases
+from optim.test_trajectory import assert_follows, batches, in_numpys_words, network, weights_and_biases
 from oracles import numpy_online
 from rkfac.curvature.factor import OnlineFactor
 
@@ -68,13 +68,7 @@ def test_thirty_steps_agree_with_numpy(changes: dict[str, Any], samples: int | N
         data,
         kind=numpy_online.Online,
         reduce=False,
-        learning_rate=keywords["lr"],
-        kappa=keywords["damping"],
-        rho=keywords["factor_decay"],
-        factor_period=keywords["factor_every"],
-        inverse_period=keywords["inverse_every"],
-        rank=keywords["rank"],
-        clip=keywords["update_clip"],
+        **in_numpys_words(keywords, "inverse_every"),
         tail=keywords["tail"],
         overwrite_every=keywords.get("overwrite_every"),
         correct_every=keywords.get("correct_every"),

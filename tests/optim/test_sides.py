@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import rkfac
 from optim import stated
-from optim.test_trajectory import assert_follows, batches, network, weights_and_biases
+from optim.test_trajectory import assert_follows, batches, in_numpys_words, network, weights_and_biases
 from oracles import numpy_kfac
 
 SIDES = ["input", "output"]
@@ -84,15 +84,7 @@ def test_thirty_steps_agree_with_numpy(side: str, method: str, rule: str) -> Non
         sides=side,
         damping_rule="factor" if rule == "factored" else "product",
         draw=lambda d, p: torch.randn(d, p, dtype=torch.float64, generator=source).numpy(),
-        learning_rate=keywords["lr"],
-        kappa=keywords["damping"],
-        rho=keywords["factor_decay"],
-        factor_period=keywords["factor_every"],
-        inverse_period=keywords["inverse_every"],
-        rank=keywords["rank"],
-        oversampling=keywords["oversampling"],
-        power_iterations=keywords["power_iterations"],
-        clip=keywords["update_clip"],
+        **in_numpys_words(keywords, "inverse_every", "oversampling", "power_iterations"),
         weight_decay=0.0,
     )
     assert_follows(net, optimizer, data, history, losses)

@@ -12,7 +12,7 @@ import rkfac
 from optim import stated
 from optim.problems import assert_same_parameters, convnet, images, mlp, rows, train, twin
 from optim.test_bkfac import EVERY, steps_of, wide, wide_rows
-from optim.test_trajectory import assert_follows, batches, network, weights_and_biases
+from optim.test_trajectory import assert_follows, batches, in_numpys_words, network, weights_and_biases
 from oracles import numpy_online
 
 
@@ -35,13 +35,7 @@ def test_thirty_steps_agree_with_numpy(changes: dict[str, Any]) -> None:
         data,
         kind=numpy_online.Columns,
         reduce=True,
-        learning_rate=keywords["lr"],
-        kappa=keywords["damping"],
-        rho=keywords["factor_decay"],
-        factor_period=keywords["factor_every"],
-        inverse_period=keywords["inverse_every"],
-        rank=keywords["rank"],
-        clip=keywords["update_clip"],
+        **in_numpys_words(keywords, "inverse_every"),
     )
     assert_follows(model, optimizer, data, history, losses)
 
@@ -62,13 +56,7 @@ def test_thirty_steps_with_averages_of_moments_agree_with_numpy(changes: dict[st
         data,
         kind=numpy_online.Online,
         reduce=keywords["weight_sharing"] == "reduce",
-        learning_rate=keywords["lr"],
-        kappa=keywords["damping"],
-        rho=keywords["factor_decay"],
-        factor_period=keywords["factor_every"],
-        inverse_period=keywords["inverse_every"],
-        rank=keywords["rank"],
-        clip=keywords["update_clip"],
+        **in_numpys_words(keywords, "inverse_every"),
         tail=keywords["tail"],
     )
     assert_follows(model, optimizer, data, history, losses)

@@ -14,7 +14,7 @@ import rkfac
 from optim import enrolled, stated
 from optim.problems import average, mlp, reader, rows, same, sentences, step, train, twin
 from optim.promises.test_loading_damage import assert_all_refused
-from optim.test_trajectory import assert_follows, batches, network, weights_and_biases
+from optim.test_trajectory import assert_follows, batches, in_numpys_words, network, weights_and_biases
 from oracles import numpy_stale
 from rkfac.curvature.block import KroneckerBlock
 from rkfac.layers import KroneckerAdapter
@@ -114,14 +114,7 @@ def test_thirty_steps_agree_with_numpy(case: str) -> None:
         measure=keywords["relative_to"],
         tail=keywords["tail"],
         from_identity=keywords["factor_start"] == "paper",
-        learning_rate=keywords["lr"],
-        kappa=keywords["damping"],
-        rho=keywords["factor_decay"],
-        factor_period=keywords["factor_every"],
-        rank=keywords["rank"],
-        oversampling=keywords["oversampling"],
-        power_iterations=keywords["power_iterations"],
-        clip=keywords["update_clip"],
+        **in_numpys_words(keywords, "oversampling", "power_iterations"),
     )
     assert_follows(model, optimizer, data, history, losses)
     assert [record.interval for record in optimizer.report()] == [of[-1] for of in intervals]

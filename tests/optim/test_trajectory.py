@@ -64,6 +64,22 @@ def assert_follows(
                 np.testing.assert_allclose(own, its, rtol=0, atol=1e-8)
 
 
+NUMPYS = {
+    "lr": "learning_rate",
+    "damping": "kappa",
+    "factor_decay": "rho",
+    "factor_every": "factor_period",
+    "inverse_every": "inverse_period",
+    "update_clip": "clip",
+}
+
+
+def in_numpys_words(keywords: dict[str, Any], *more: str) -> dict[str, Any]:
+    """What every reference implementation is told, and `more` keywords, under its names for them."""
+    told = ("lr", "damping", "factor_decay", "factor_every", "rank", "update_clip", *more)
+    return {NUMPYS.get(name, name): keywords[name] for name in told}
+
+
 @pytest.mark.parametrize("method", OPTIMIZERS)
 @pytest.mark.parametrize("rule", ["factored", "product"])
 @pytest.mark.parametrize(
@@ -82,15 +98,7 @@ def test_thirty_steps_agree_with_numpy(method: str, rule: str, changes: dict[str
         method=method,
         damping_rule="factor" if rule == "factored" else "product",
         draw=lambda d, p: torch.randn(d, p, dtype=torch.float64, generator=source).numpy(),
-        learning_rate=keywords["lr"],
-        kappa=keywords["damping"],
-        rho=keywords["factor_decay"],
-        factor_period=keywords["factor_every"],
-        inverse_period=keywords["inverse_every"],
-        rank=keywords["rank"],
-        oversampling=keywords["oversampling"],
-        power_iterations=keywords["power_iterations"],
-        clip=keywords["update_clip"],
+        **in_numpys_words(keywords, "inverse_every", "oversampling", "power_iterations"),
         weight_decay=keywords["weight_decay"],
         weight_decay_start=keywords["weight_decay_from"],
     )
