@@ -94,13 +94,10 @@ class Complexity(Claim):
     def rule(self, found: Found) -> str:
         """The same for every measurement."""
         return (
-            "it holds if every exponent is the promised one within its limits, partly if some are. Where seconds fall "
-            "while the width "
-            "grows, the exponent up to there must be within the limits too, for noise at one end must not decide; nor "
-            "may that of the "
-            "last doubling be above them, for an average of rising exponents is not a law. (The last two were made "
-            "after the first "
-            "figures had been seen.)"
+            "it holds if every exponent is the promised one within its limits, partly if some are. Where seconds fall while "
+            "the width grows, the exponent up to there must be within the limits too, for noise at one end must not decide; "
+            "nor may that of the last doubling be above them, for an average of rising exponents is not a law. (The last two "
+            "were made after the first figures had been seen.)"
         )
 
     def _fitted(self, rows: Sequence[Measurement]) -> list[Measurement]:

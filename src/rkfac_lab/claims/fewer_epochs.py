@@ -213,8 +213,7 @@ class FewerEpochs(Claim):
     def _moved(self, found: Found) -> str:
         """How much of what own rates show comes from K-FAC's being another one than the common."""
         own = found["best"]
-        moved = self._sooner(found, PUBLISHED, PUBLISHED, lambda _: self.common)
-        if moved is None or own[RANDOMIZED] != self.common or own[PUBLISHED] == self.common:
+        if own[RANDOMIZED] != self.common or own[PUBLISHED] == self.common:
             return ""
         here, there = (self._steps(found, PUBLISHED, lr) for lr in (self.common, own[PUBLISHED]))
         if not here or not there:

@@ -156,15 +156,11 @@ class Rank(Claim):
         """The same for every measurement."""
         return (
             f"it holds if every step is within {share(SMALL_ERROR, 0)} at the proportional rank with the paper's zero tail, of "
-            "averages with the identity and without, and no training's loss is larger than with all modes by more than "
-            "the seeds' "
-            f"spread or {share(truncated_training.SPREAD, 0)}, with either tail. It holds partly if one of these is so, "
-            "or if every "
-            f"step is at the paper's {paper.RANK} modes themselves, which on these narrower networks are a larger share "
-            "of all modes "
-            "than at the paper's widths. (Made when the figures were known: before, only averages with the identity and "
-            "proportional "
-            "ranks were judged, and the claim did not hold.)"
+            "averages with the identity and without, and no training's loss is larger than with all modes by more than the "
+            f"seeds' spread or {share(truncated_training.SPREAD, 0)}, with either tail. It holds partly if one of these is so, "
+            f"or if every step is at the paper's {paper.RANK} modes themselves, which on these narrower networks are a larger "
+            "share of all modes than at the paper's widths. (Made when the figures were known: before, only averages with the "
+            "identity and proportional ranks were judged, and the claim did not hold.)"
         )
 
     # --- what is read

@@ -207,19 +207,21 @@ class Sketches(Claim):
     def rule(self, found: Found) -> str:
         """Also what another floor would have made of it."""
         return (
-            f"it holds if RSVD has the smaller error in {share(NEARLY_ALL, 0)} of the cases above rounding, of each "
-            "measure, and a "
-            "training shows it by more than the seeds' spread; partly if the first alone is so. (What counts as "
-            "rounding was mended "
-            f"when the figures were known: {self._by_guess(found)}.)"
+            f"it holds if RSVD has the smaller error in {share(NEARLY_ALL, 0)} of the cases above rounding, of each measure, "
+            "and a training shows it by more than the seeds' spread; partly if the first alone is so. (What counts as rounding "
+            f"was mended when the figures were known: {self._by_guess(found)}.)"
         )
 
     def _by_guess(self, found: Found) -> str:
         """What the floor that was guessed beforehand says."""
         told = self._told(found, "values", floor=GUESSED)
-        part = share(self._smaller(found, "values", None, GUESSED), 0)
-        enough = (self._smaller(found, "values", None, GUESSED) or 0.0) >= NEARLY_ALL
-        word = "which does not change the word" if enough else f"by which the word would be *{FAILS}*"
+        smaller = self._smaller(found, "values", None, GUESSED)
+        part = share(smaller, 0)
+        word = (
+            "which does not change the word"
+            if (smaller or 0.0) >= NEARLY_ALL
+            else f"by which the word would be *{FAILS}*"
+        )
         return f"with the {GUESSED:g} that was guessed before it is smaller in {part} of {len(told)} cases of eigenvalues, {word}"
 
     def _beside(self, found: Found, how: str, ours: int, theirs: int) -> str:

@@ -214,18 +214,18 @@ class Spectra(Claim):
             for (when, side), (most, growth) in self._asked(found).items()
         )
         return (
-            f"each factor is asked, early (step {self.steps[-1]}) and settled (step {self.settled_steps[-1]}), whether it has at "
-            f"most {ENOUGH} modes above the line and fewer than {GROWN:g} times as many in the widest network as in the "
+            f"each factor is asked, early (step {self.steps[-1]}) and settled (step {self.settled_steps[-1]}), whether it has "
+            f"at most {ENOUGH} modes above the line and fewer than {GROWN:g} times as many in the widest network as in the "
             f"narrowest (early: of factors wider than {WIDE}); it holds if all four are so, partly if one is: {told}. Trainings "
-            f"that diverged, with a loss above {DIVERGED:.1f}, twice that of guessing, are left out. (The settled part "
-            "was added, and the rule "
-            "written anew, when the early figures were known and the settled ones were not: the claim is about an equilibrium.)"
+            f"that diverged, with a loss above {DIVERGED:.1f}, twice that of guessing, are left out. (The settled part was "
+            "added, and the rule written anew, when the early figures were known and the settled ones were not: the claim is "
+            "about an equilibrium.)"
         )
 
     def _grew(self, series: Sequence[Series]) -> str:
         """Modes of every width, layer by layer, from either start where that matters."""
         told = []
-        for layer in series:
+        for layer in filter(None, series):  # of some all trainings diverged
             name = FAMILIES[layer[0]["family"]].layers[layer[0]["layer"]]
             told.append(f"{name} {' and '.join(map(_from_either_start, layer))}")
         return "; ".join(told) or "none"

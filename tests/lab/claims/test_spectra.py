@@ -201,6 +201,13 @@ def test_the_rule_says_what_each_of_its_parts_came_to():
     assert rule.count(" yes (") + rule.count(" no (") == 4
 
 
+def test_where_every_training_diverged_nothing_is_told():
+    found = made(FLAT, settled=TWICE)
+    for walk in found["settled"]:
+        walk["loss"] = 100.0
+    assert "input factor A none, output factor Γ none" in Spectra().verdict(found).why
+
+
 def test_the_pace_of_the_figure():
     """Statistics every 30 steps for training and watching, and the schedule of Section 5 by epochs."""
     walk = Walk("digits", 24, None, 256, pace=FIGURE)
